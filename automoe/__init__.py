@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from automoe.hf.write import to_hf as to_hf
     from automoe.launch.from_python import train as train
 
-__version__ = "0.26.0"
+__version__ = "0.27.0"
 __all__ = ["ExpertParallel", "from_hf", "session", "to_hf", "train"]
 _MODULES = {
     "ExpertParallel": "automoe.classes.expert_parallel",

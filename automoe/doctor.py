@@ -129,7 +129,7 @@ def examine() -> Iterator[Fact]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wrong = "raise ulimit -Hn to 65536" if 0 <= files < MIN_FILES else ""
     yield Fact("open files", str(files), wrong)
-    shm = shutil.disk_usage("/dev/shm").total if linux else 0
+    shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     few = gpus > 1 and shm < 1e9
     yield Fact("/dev/shm", f"{shm / 1e9:.1f} GB", "NCCL needs 1 GB: --shm-size=16g" if few else "")
     for name, folder in (("disk here", Path.cwd()), ("disk of the cache", default_cache_dir())):

@@ -10,6 +10,7 @@ python -m automoe.export runs/default --out my-model --fp8
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import textwrap
 import warnings
@@ -94,6 +95,7 @@ def export_run(
             from them.
     """
     from automoe.config.frozen import load_config
+    from automoe.config.hub import local_folder
     from automoe.config.schema import tokenizer_of
     from automoe.data.chat_template import chat_template_of
     from automoe.data.tokenizer import check_tokenizer
@@ -107,14 +109,14 @@ def export_run(
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
     base = config.model.hf_path
-    if base and out.exists() and Path(base).exists() and out.samefile(base):
+    if base and out.exists() and local_folder(base).exists() and out.samefile(local_folder(base)):
         rule = "it is model.hf_path of the run, without which the run can neither continue nor be exported again"
         raise ConfigError("--out", out, rule, "Name another directory")
     if adapter is not None and (encoding, dtype) != ("plain", "keep"):
         other = f"--dtype {dtype}" if encoding == "plain" else f"--{encoding}"
         rule = f"an adapter keeps the dtype that it was trained in, and {other} is for whole models"
         raise ConfigError("--adapter", adapter, rule, "Leave one of them out")
-    complete(config, weights=bool(config.lora.rank or config.train.freeze))
+    complete(config)  # whatever was trained, the files of the base say how its tensors are stored
     quantization_config(config.model, family_of(config.model).keys, encoding)
 
     stretched = config.model.rope.extends
@@ -295,7 +297,9 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
         )
     parser.add_argument(
         "--max-shard-gb",
-        type=number_option(float, lambda number: number > 0, "number larger than 0"),
+        type=number_option(
+            float, lambda number: 0 < number < math.inf, "finite number larger than 0"
+        ),
         default=5.0,
         metavar="GB",
         help="largest file (default: 5)",

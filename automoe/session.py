@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from automoe.checkpoint.store import CheckpointStore
+from automoe.comm.agreement import Ranks
 from automoe.config.compose import DEFAULT_PRIMARY
+from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, LaunchError
@@ -27,6 +30,7 @@ from automoe.launch.from_python import composed
 from automoe.launch.hardware import resolve_device
 from automoe.launch.prepare import check
 from automoe.launch.ranks import close_ranks, init_ranks
+from automoe.launch.run_dir import locked
 from automoe.rl import losses as losses
 from automoe.rl.batch import Sample as Sample
 from automoe.rl.session import Counts as Counts
@@ -39,6 +43,7 @@ from automoe.training.context import RunContext
 __all__ = ["Counts", "LogProbs", "Outcome", "Sample", "Session", "close", "losses", "open_session"]
 DATA = "benchmark"  # samples come from the caller
 _opened = False  # True if this module opened the process group
+_locks: dict[Path, ExitStack] = {}  # by the run directories of this process's sessions
 
 
 def open_session(
@@ -51,7 +56,8 @@ def open_session(
     """Open a training session in this process, alone or as one of several ranks. Collective.
 
     Ranks of torchrun and srun are recognised by their environment, and an existing process group is
-    used. If there is none, one is made, which ``close`` destroys. ``run_dir`` is made too.
+    used. If there is none, one is made, which ``close`` destroys. ``run_dir`` is made, and locked
+    against other processes until ``close``; checkpoints come with ``config.yaml`` for the commands.
 
     Args:
         config: a list of overrides such as ``"mesh.ep=4"``, a dictionary such as ``{"mesh.ep": 4}``
@@ -63,8 +69,8 @@ def open_session(
 
     Raises:
         ConfigError: a setting is invalid.
-        LaunchError: the mesh needs another number of ranks than there are, or an existing process
-            group has no CPU backend.
+        LaunchError: the mesh needs another number of ranks than there are, an existing process
+            group has no CPU backend, or another process uses ``run_dir``.
     """
     rank, world_size, local_rank = 0, 1, 0
     if (place := detect_external(os.environ)) is not None:
@@ -88,6 +94,7 @@ def open_session(
         on = init_ranks(checked.launch, rank, world_size, local_rank, store)
         global _opened
         _opened = True
+    Ranks().lead(lambda: _lock(run_dir), again=False)
     context = RunContext(rank, world_size, local_rank, on, run_dir)
     return Session.open(checked, shape, context, auxiliary_losses)
 
@@ -148,7 +155,13 @@ def save_at(session: Session, folder: Path) -> None:
     If ``folder`` already has a checkpoint of this step, the old one is renamed to ``diverged-...``.
     """
     store, step = store_at(session, folder), f"step-{session.state.step}"
-    store.ranks.lead(lambda: set_aside(store.folder / step, f"diverged-{step}"), again=False)
+
+    def prepare() -> None:
+        set_aside(store.folder / step, f"diverged-{step}")
+        store.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(session.config, store.run_dir)  # commands read it
+
+    store.ranks.lead(prepare, again=False)
     store.save(session.state, stopping=True)
 
 
@@ -163,12 +176,23 @@ def load_from(session: Session, folder: Path) -> None:
     session.zero_grad()
 
 
-def close() -> None:
-    """Destroy the process group that ``open_session`` made; every rank calls this at the end.
+def _lock(run_dir: Path) -> None:
+    """Keep other runs and processes from ``run_dir`` until ``close`` or the end of this process."""
+    if run_dir not in _locks:
+        held = ExitStack()
+        held.enter_context(locked(run_dir))
+        _locks[run_dir] = held
 
-    An existing process group that the session only used is left alone.
+
+def close() -> None:
+    """Destroy the process group that ``open_session`` made, and release the run directories.
+
+    Every rank calls this at the end. An existing process group that the session only used is left
+    alone.
     """
     global _opened
+    while _locks:
+        _locks.popitem()[1].close()
     if _opened:
         _opened = False
         close_ranks()

@@ -32,7 +32,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from torch import Tensor
 
 from automoe.config.convert import converted
-from automoe.config.frozen import load_config, save_config
+from automoe.config.frozen import load_config
 from automoe.errors import BackendError, CheckpointError, ConfigError, DataError
 from automoe.launch.from_python import override_text
 from automoe.model.loss import LossInputs
@@ -295,7 +295,6 @@ class TrainingClient(_Client):
                 raise CheckpointError(f"{folder} is there. Give another name, or overwrite=True")
             older = set_aside(folder, f"older-{name}")  # stays if the save fails
             folder.mkdir(parents=True)
-            save_config(self.session.config, folder)
             return older
 
         ranks = self.session.store.ranks

@@ -13,10 +13,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.paths import user_path
+from automoe.errors import ConfigError
 from automoe.export import add_options, report
 
 if TYPE_CHECKING:
     from automoe.hf.files import Written
+
+# training's keys -> this command's arguments
+_OPTIONS = {
+    "model.hf_path": "DENSE",
+    "upcycle": "DENSE",
+    "num_experts": "--experts",
+    "num_experts_per_token": "--top-k",
+    "granularity": "--granularity",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,9 +70,12 @@ def main(argv: list[str] | None = None) -> int:
         from automoe.hf.write import upcycle_hf  # torch
 
         source = checkpoint_folder(args.source, "DENSE")
-        return upcycle_hf(
-            source, out, args.experts, args.top_k, args.granularity, seed=args.seed, **options
-        )
+        sizes = args.experts, args.top_k, args.granularity
+        try:
+            return upcycle_hf(source, out, *sizes, seed=args.seed, **options)
+        except ConfigError as error:  # its message names training's key
+            key = _OPTIONS.get(error.key, error.key)
+            raise ConfigError(key, error.value, error.rule, error.remedy) from None
 
     return report(args, write)
 

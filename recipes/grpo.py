@@ -81,7 +81,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
                 with phase("sample", state.step + 1):
                     answers = sample_answers(engine, stream, rollouts, rollout, how, config)
                 seconds = time.perf_counter() - began
-                texts = [rollouts.tokenizer.decode(answer.tokens) for _, answer in answers]
+                texts = [rollouts.tokenizer.decode(a.without_stop(stops)) for _, a in answers]
                 prompts = [rollouts.texts[number] for number, _ in answers]
 
                 # their rewards, and what trainer, teacher and reference say of them

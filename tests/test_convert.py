@@ -127,7 +127,10 @@ def test_settings_and_tokenizer_go_along(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.6}')
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    (tmp_path / "in" / "additional_chat_templates").mkdir()
+    (tmp_path / "in" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     convert_hf(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.6}'
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
@@ -136,7 +139,8 @@ def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_small_hf("qwen3_moe", tmp_path / "in")
     for out, options, says in (
         ("in", [], "exists"),
-        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is not a number larger than 0"),
+        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is not a finite number larger than 0"),
+        ("out", ["--max-shard-gb", "inf"], "--max-shard-gb: inf is not a finite number larger than 0"),
         ("out", ["--fp8", "--layout", "fused"], "quantized experts are stored as they are published"),
     ):
         with contextlib.suppress(SystemExit):  # argparse's

@@ -58,6 +58,12 @@ def test_a_problem_is_named_with_what_to_do(
     assert "PROBLEM" in capsys.readouterr().out
 
 
+def test_a_machine_without_dev_shm_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: path != "/dev/shm" and real(path))
+    assert facts()["/dev/shm"].value == "0.0 GB"
+
+
 def test_the_first_command_depends_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, command in ((0, "automoe demo"), (1, "automoe doctor --gpu")):
         monkeypatch.setattr("automoe.launch.hardware.visible_gpus", lambda gpus=gpus: gpus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from automoe.checkpoint.steps import (
     step_number,
 )
 from automoe.comm.agreement import Ranks
+from automoe.config.hub import local_folder
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 from automoe.storage.files import (
@@ -189,6 +190,21 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
     )
 
 
+def start_over(folder: Path, begins: Sequence[str | None]) -> None:
+    """Rename a run's checkpoints and exports, so that no command takes them for the next start's.
+
+    Args:
+        folder: checkpoint folder of the run.
+        begins: checkpoint and adapter that the next start reads; an export that is one of them stays.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        set_aside(folder, FOLDER)
+    read = [local_folder(path).resolve() for path in begins if path is not None]
+    for export in (folder.with_name("hf"), folder.with_name("adapter")):
+        if export.resolve() not in read:
+            set_aside(export, export.name)
+
+
 def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], of_run: bool
 ) -> tuple[Path, dict[str, Any]] | None:
@@ -224,9 +240,11 @@ def newest_valid(
     else:
         if damaged or promised is not None:
             listed = "; ".join(damaged) or f"{LATEST} names {promised!r}, which is missing"
+            otherwise = "set another checkpoint.resume"
+            if of_run:
+                otherwise = "start over with checkpoint.resume=never, which sets the folder aside"
             raise CheckpointError(
-                f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
-                "or start over with checkpoint.resume=never, which sets the folder aside"
+                f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, or {otherwise}"
             )
         return None
 

@@ -288,7 +288,8 @@ class CheckpointStore:
         """
         config = self.config
         model = config.model
-        if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
+        begun = model.hf_path is not None and not model.random_weights
+        if not begun or model.upcycle or not (config.lora.rank or config.train.freeze):
             return None
         return self.first_weights
 
@@ -296,7 +297,7 @@ class CheckpointStore:
     def first_weights(self) -> str:
         """Digest of the checkpoint that the run starts from, or ``random:SEED``. Collective."""
         hf_path = self.config.model.hf_path
-        if hf_path is None:
+        if hf_path is None or self.config.model.random_weights:
             return f"random:{self.config.train.seed}"
         return checkpoint_identity(hf_path, self.ranks)
 
@@ -368,9 +369,9 @@ class CheckpointStore:
         """Fill ``state`` from the newest intact checkpoint; any mesh may have written it. Collective.
 
         Checkpoints in the run's own directory come first, whatever ``checkpoint.resume`` says. With
-        ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, and the result is None, as
-        without a checkpoint. A path applies to a run without checkpoints: a run directory, whose newest valid step is
-        taken, or a step directory.
+        ``checkpoint.resume=never`` they are set aside as ``checkpoints.1`` and so on, like the exports ``hf`` and
+        ``adapter`` (unless the run begins with them), and the result is None, as without a checkpoint. A path applies
+        to a run without checkpoints: a run directory, whose newest valid step is taken, or a step directory.
 
         A warning names damaged checkpoints newer than the loaded one; in the run's own directory they are set aside as
         ``damaged-step-N.1``. Another warning names changed settings that affect the run's numbers.
@@ -382,12 +383,8 @@ class CheckpointStore:
         """
         with self._readable():
             if self.config.checkpoint.resume == "never":
-
-                def start_over() -> None:
-                    if self.folder.exists() and any(self.folder.iterdir()):
-                        set_aside(self.folder, folders.FOLDER)
-
-                self.ranks.lead(start_over, again=False)
+                begins = [self.config.model.hf_path, self.config.lora.path]
+                self.ranks.lead(lambda: folders.start_over(self.folder, begins), again=False)
                 return None
             if (newest := self.newest()) is None:
                 return None
@@ -428,6 +425,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: no step is intact, or it has another model, optimizer, or frozen or reference weights.
         """
+        self.poll(wait=True)  # a save in the background has a folder to be, and uses ``ranks``
         resume = self.config.checkpoint.resume
         if self._found is None and resume != "never":
             with self._readable():

@@ -18,8 +18,8 @@ from automoe.classes.expert_parallel import obstacle
 from automoe.config.hub import local_folder
 from automoe.errors import ConfigError, one_line
 from automoe.hf.wrapper import text_config, text_path
+from automoe.kernels.logits import cap_logits
 from automoe.model.init import default_dtype
-from automoe.model.loss import cap_logits
 from automoe.model.param_spec import Param, ParamSpec
 
 # The first of these words in a parameter's name, before the colon, tells its part of the model.

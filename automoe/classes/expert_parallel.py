@@ -17,6 +17,7 @@ from torch.func import functional_call
 from automoe.comm.local_shard import local_shard
 from automoe.config.schema import ClusterConfig, MoEConfig
 from automoe.errors import ConfigError
+from automoe.kernels.row_sums import gather_rows
 from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel.dispatchers import Dispatchers
@@ -184,7 +185,9 @@ class RoutedCall(OwnCode):
         wide = torch.promote_types(probs_TK.dtype, torch.float32)
 
         def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:
-            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(probs_TK.dtype))
+            return self._run_local(
+                gather_rows(x_TH, gather_idx_R), offsets_E, probs_R.to(probs_TK.dtype)
+            )
 
         routed = self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), probs_TK.to(wide), experts)
         # The caller may add to the result in place; FSDP's hook would be lost with a view.
@@ -218,4 +221,5 @@ class RoutedRows(RoutedCall):
     def route(self, x_TH, gather_idx_R, offsets_E, probs_R) -> Tensor:
         row_R = torch.arange(len(gather_idx_R), device=x_TH.device)
         ids_R1 = torch.searchsorted(offsets_E, row_R, right=True).unsqueeze(1)
-        return self.dispatcher(x_TH[gather_idx_R], ids_R1, probs_R.unsqueeze(1), self.own_forward)
+        rows_RH = gather_rows(x_TH, gather_idx_R)
+        return self.dispatcher(rows_RH, ids_R1, probs_R.unsqueeze(1), self.own_forward)

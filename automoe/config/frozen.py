@@ -42,7 +42,7 @@ FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
 GOES_ON = (
     "mesh parallel kernels train.compile train.micro_batch_size train.val_every train.val_batches train.max_skipped "
     "moe.dispatcher moe.experts moe.overlap_shared_experts moe.record_routing recipe plugins model.hf_path data.path "
-    "data.sources data.tokenizer optim.ema_decay checkpoint.resume lora.path"
+    "data.sources data.tokenizer optim.ema_decay checkpoint.resume lora.path recipe_args.engine recipe_args.max_gap"
 ).split()
 LENGTH = ("train.steps", "train.epochs")  # may grow; without epochs the steps count
 # Keys that decide which tensors a checkpoint has, besides those of the model.

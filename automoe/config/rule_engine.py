@@ -51,11 +51,12 @@ _HOLDS: dict[str, Callable[[Any, list[Any]], bool]] = {
 }
 _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
-# A setting of the model in a remedy, with the number beside it and what leads to the next one. The vocabulary alone
-# may be larger than the checkpoint's.
+# A size of the model in a remedy, with the number beside it and what leads to the next one. These keys of the model
+# are the user's own, whatever the checkpoint has.
+_OWN = r"hf_path|vocab_size|num_mtp_layers|random_weights|upcycle|rope\.(?:scaling|extends|factor)"
 _OF_MODEL = re.compile(
-    r"(?:Set |Nearest valid choices?: )?model\.(?!hf_path|vocab_size)[\w.]+(?:=| to )[^\s,]+(?: or (?:more|less|[\d.]+))?"
-    r"(?:, or |$)"
+    r"(?:Set |Nearest valid choices?: )?model\.(?!(?:" + _OWN + r")\b)[\w.]+(?:=| to )[^\s,]+"
+    r"(?: or (?:more|less|[\d.]+))?(?:, or |$)"
 )
 # What a user wants or has: it is not advised to change for the sake of another key.
 _GIVEN = ("model.", "mesh.", "launch.", "recipe")
@@ -383,5 +384,6 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
                 remedy = re.sub(r"(?<=model\.vocab_size=)\d+ or ", "", remedy)
             if config.model.hf_path is not None and (rest := _OF_MODEL.sub("", remedy)) != remedy:
                 remedy = "The checkpoint model.hf_path has these sizes"
-                remedy += f": set {rest}" if rest else ", so name another one"
+                rest = rest.removesuffix(", or ")
+                remedy += f": set {rest.removeprefix('Set ')}" if rest else ", so name another one"
             raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from automoe.comm.tokens import IGNORE, StepBatch
 from automoe.config.batch import rows_of_step
@@ -23,6 +24,9 @@ from automoe.data.outlook import describe_length, describe_unlearned
 from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
+
+# Endings of a fingerprint's keys that checkpoints of earlier versions do not have.
+SINCE_0_27 = ("data.sources", "conversations")
 
 
 class Loader:
@@ -217,8 +221,9 @@ class Loader:
                 "The checkpoint is of a session or of recipe=grpo, and names no rows to go on with. Begin from its "
                 "weights: automoe export RUN --out DIR, then model.hf_path=DIR."
             )
-        saved = state["fingerprint"]
         now = self.fingerprint()
+        unnamed = {key: value for key, value in now.items() if key.endswith(SINCE_0_27)}
+        saved = unnamed | state["fingerprint"]
         differing = [
             f"{key} was {saved.get(key)}, is {now.get(key)}"
             for key in sorted(saved.keys() | now.keys())
@@ -242,6 +247,7 @@ class Loader:
             "tokenizer": self.tokenizer.digest,
             "train.seq_len": self.config.train.seq_len,
             "train.seed": self.config.train.seed,
+            "data.sources": list(self.names),  # rows of a mixture depend on their order
         }
         for name, weight, source, corpus in zip(
             self.names, self.weights, self._sources, self.corpora, strict=True
@@ -260,6 +266,10 @@ class Loader:
                     "data.chat.pack": data.chat.pack,
                     "data.on_long": data.on_long,
                 }
+            if (
+                corpus.chat and self.config.data.val_fraction
+            ):  # hashes decide which of them validate
+                facts["conversations"] = xxhash.xxh3_64(corpus.hashes.tobytes()).hexdigest()
             if name:
                 facts["weight"] = weight
             content |= {f"{name}: {key}" if name else key: value for key, value in facts.items()}

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from automoe.config.data_schema import NO_TOKENIZER
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
-from automoe.data.tokenizer import SPECIAL_IDS, ByteTokenizer, load_tokenizer, tokenizer_beside
+from automoe.data.tokenizer import (
+    OTHER_TEMPLATES,
+    SPECIAL_IDS,
+    ByteTokenizer,
+    load_tokenizer,
+    tokenizer_beside,
+)
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.headers import COPY_AGAIN
@@ -46,12 +52,14 @@ if TYPE_CHECKING:
 # Patterns; ``tokenization_*.py`` are Kimi's and Moonlight's own, which tokenizer_config.json names.
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt vocab.txt "
-    "tokenizer.model spiece.model tiktoken.model tokenization_*.py chat_template.jinja chat_template.json"
+    "tokenizer.model spiece.model tiktoken.model tokenization_*.py chat_template.jinja chat_template.json "
+    f"{OTHER_TEMPLATES}/*.jinja"
 ).split()
 _PROCESSOR_FILES = ("*processor_config.json",)  # of images, videos and sound
 GENERATION = "generation_config.json"
 _IDS = re.compile("(_token_id|_ids|suppress_tokens)$")  # keys of token ids among settings
 _MTP = ("num_nextn_predict_layers",)  # key of config.json that counts copied, untrained modules
+_QWEN_MTP = "mtp_num_hidden_layers"  # the same of Qwen3.5, which the files keep otherwise
 
 SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no text: these weights know nothing.\n"
 
@@ -190,6 +198,8 @@ def write_settings(
         text = hf[TEXT]
     if source is not None and any(map(is_of_layers, source.parts_beside)):
         text |= {key: value for key, value in text_config(base or {}).items() if key in _MTP}
+    elif text.get(_QWEN_MTP):  # engines that count on the modules find none
+        text[_QWEN_MTP] = 0
     fit = None
     if base is None or not _is_own(tokenizer, origin):
         fit = _fitting(tokenizer, origin)
@@ -204,6 +214,7 @@ def write_settings(
     _write_json(folder / "config.json", hf)
     files = copied_files(config, tokenizer)
     for where, name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
         copy_file(where, name, folder / name)
     ids = {key: text.get(key) for key in SPECIAL_IDS}
     if GENERATION not in [name for _, name in files]:  # an earlier try may have left half of one
@@ -257,6 +268,10 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
                 "Name one with a tokenizer's files",
             )
         names = sorted(os.listdir(place))  # includes broken links, which are refused below
+        if (place / OTHER_TEMPLATES).is_dir():
+            names += [
+                f"{OTHER_TEMPLATES}/{name}" for name in sorted(os.listdir(place / OTHER_TEMPLATES))
+            ]
         files += [
             (place, name) for name in names if any(fnmatch(name, pattern) for pattern in kinds)
         ]

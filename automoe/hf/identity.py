@@ -53,7 +53,7 @@ def complete(config: Config, weights: bool = True) -> None:
     for key, spec in specs.items():
         if spec is not None and id_and_commit(spec) is not None:
             pinned(key, spec)
-            if weights and spec == config.model.hf_path:
+            if weights and spec == config.model.hf_path and not config.model.random_weights:
                 checkpoint_folder(spec)
 
 

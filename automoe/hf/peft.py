@@ -81,7 +81,7 @@ def to_peft(
         CheckpointError, on every rank: the model has no adapter, the directory exists or cannot be written, or peft
             loads something else.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save  # save_file raises no OSError for a full disk
 
     parts = as_parts(model)
     path = Path(path).expanduser().absolute()
@@ -89,18 +89,19 @@ def to_peft(
     config = config_of(parts)
     if layout not in LAYOUTS:
         raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
-    if config.hf_path is None:
-        raise ConfigError(
-            "model.hf_path", None, "an adapter needs a checkpoint", "Export the merged model"
-        )
-    known = text_config(read_hf_config(config.hf_path)).get("vocab_size", config.vocab_size)
-    if known < config.vocab_size or config.new_rows == "pieces":
-        rule = f"{config.hf_path} has {known} rows, and an adapter does not hold the new ones"
-        raise ConfigError("model.vocab_size", config.vocab_size, rule, "Export it merged")
     if config.num_mtp_layers:
         raise ConfigError(
             "model.num_mtp_layers", config.num_mtp_layers, NO_MODULES, "Export it merged"
         )
+    if config.hf_path is None or config.random_weights:
+        rule = (
+            "an adapter belongs to the weights of a checkpoint, and these began as random numbers"
+        )
+        raise ConfigError("model.hf_path", config.hf_path, rule, "Export the merged model")
+    known = text_config(read_hf_config(config.hf_path)).get("vocab_size", config.vocab_size)
+    if known < config.vocab_size or config.new_rows == "pieces":
+        rule = f"{config.hf_path} has {known} rows, and an adapter does not hold the new ones"
+        raise ConfigError("model.vocab_size", config.vocab_size, rule, "Export it merged")
     import_backend(
         "peft",
         "an adapter is written and checked with it",
@@ -138,7 +139,7 @@ def to_peft(
         def write_stage() -> None:
             if ranks.rank == first:
                 contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-                save_file(contiguous, folder / f"stage-{first}.safetensors")
+                (folder / f"stage-{first}.safetensors").write_bytes(save(contiguous))
 
         ranks.all(write_stage)
         said = ranks.lead(lambda: _finish(folder, config, lora, keys, belongs))
@@ -329,7 +330,7 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         A phrase: numbers of values written, and of adapted matrices by kind, such as attention.
     """
     from peft import LoraConfig as PeftConfig
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save
 
     ours = {}
     for file in sorted(folder.glob("stage-*.safetensors")):
@@ -337,7 +338,8 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap, b
         file.unlink()
     names = adapter_names(config)
     stored = _stored(ours, keys, names)
-    save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt", "belongs": belongs})
+    content = save(stored, metadata={"format": "pt", "belongs": belongs})
+    (folder / WEIGHTS_FILE).write_bytes(content)
     # Dense and shared FFNs of MoE families are listed as parameters: as modules, their plain names
     # may stand for experts' matrices in peft, which would then leave these FFNs out.
     modules = set()

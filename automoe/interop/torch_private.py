@@ -289,16 +289,24 @@ def parameter_groups(state: Any) -> list[Any]:
     return getattr(state, "_fsdp_param_groups", [param_group] if param_group else [])
 
 
-def reshard(unit: Any) -> None:
-    """Free the unsharded weights of an FSDP unit, also of one whose forward pass raised an error.
+def forget_pass(unit: Any) -> None:
+    """Free what a pass left in an FSDP unit: unsharded weights, unreduced gradients, and a flag.
 
-    Its own ``reshard`` leaves the unsharded weights of such a unit in place, as plain parameters
-    without optimizer state. Torch 2.11 to 2.15: ``_to_sharded`` of its groups of parameters.
+    The unit's own ``reshard`` leaves the weights of a forward pass that failed; ``_to_sharded`` of
+    its groups frees them. Gradients are ``_unsharded_param.grad`` and, to torch 2.14,
+    ``unsharded_accumulated_grad``. With the flag the next pass would not reduce (2.11 to 2.15).
     """
     from torch.distributed.fsdp import fully_shard
 
-    for group in parameter_groups(fully_shard.state(unit)):  # type: ignore[attr-defined]
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    state._state_ctx.post_backward_final_callback_queued = False
+    for group in parameter_groups(state):
         group._to_sharded()
+        for parameter in group.fsdp_params:
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+            if not hasattr(type(parameter), "unsharded_accumulated_grad"):
+                parameter.unsharded_accumulated_grad = None
 
 
 def gradient_sum(unit: Any, name: str) -> torch.Tensor:

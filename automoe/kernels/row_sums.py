@@ -36,6 +36,18 @@ def sum_in_order(rows_MH: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     return F.embedding_bag(order_M, rows_MH, first, mode="sum")[:num_sums]
 
 
+def sum_within_rows(x_BS: Tensor, index_BS: Tensor, num_sums: int) -> Tensor:
+    """Sum the entries of each row that have the same index, in their order: [B, num_sums].
+
+    Entries with a negative index are ignored. On CUDA ``scatter_add`` would add with atomics, in
+    any order.
+    """
+    total = len(x_BS) * num_sums
+    first_B1 = torch.arange(0, total, num_sums, device=x_BS.device).unsqueeze(1)
+    place_BS = torch.where(index_BS < 0, total, first_B1 + index_BS)
+    return sum_rows(x_BS.reshape(-1, 1), place_BS.flatten(), total).view(len(x_BS), num_sums)
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_NH, index_M):

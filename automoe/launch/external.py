@@ -154,12 +154,12 @@ def first_host(node_list: str) -> str:
     Raises:
         LaunchError: the list names no host.
     """
-    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", node_list)
+    match = re.match(r"(?:[^,\[]|\[[0-9][^\]]*\])+", node_list)
     if match is None:
         raise LaunchError(
             f"SLURM_STEP_NODELIST={node_list!r} names no host. Set MASTER_ADDR to the first node"
         )
-    return "".join(match.groups(""))
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
 def left_over(env: Mapping[str, str]) -> list[str]:
@@ -218,9 +218,10 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
     check_agent(launch)
     if launch.rank != 0:
         store = _open_store(launch)
-        message = json.loads(store.get(_KEY))
+        message = _said_by_rank_0(store)
         store.add(f"{_KEY}/read", 1)
         return 2 if message["config"] is None else _run_as_rank(message, launch, store)
+    store = None
     with ExitStack() as held:
         try:
             if args.multirun:
@@ -243,13 +244,14 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             if config.train.epochs:
                 from automoe.data.prepare import with_steps
 
+                store = _open_store(launch)  # where the others wait while data is tokenised
                 frozen = with_steps(frozen)
             runs.start_run(run_dir)
             save_config(frozen, run_dir)
         except (AutomoeError, OSError) as error:
             # The error is printed first, because telling the other ranks imports torch.
             say(f"error: {in_words(error)}")
-            store = _open_store(launch)
+            store = store or _open_store(launch)
             store.set(_KEY, json.dumps({"config": None}))
             # Wait until all ranks have read the message.
             deadline = time.monotonic() + _RENDEZVOUS_S
@@ -262,7 +264,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         environment = {name: os.environ[name] for name in named}
         message = {"run_dir": str(run_dir), "config": text, "environment": environment}
         try:
-            store = _open_store(launch)
+            store = store or _open_store(launch)
         except LaunchError as error:
             runs.record_failure(run_dir, runs.error_report(error, launch.rank))
             raise
@@ -333,6 +335,20 @@ def _run_as_rank(
     return run_rank(
         run_dir, launch.rank, launch.world_size, launch.local_rank, config, store, **options
     )
+
+
+def _said_by_rank_0(store: Store) -> dict[str, Any]:
+    """Return rank 0's message, which may come after hours: rank 0 may have to tokenise a corpus."""
+    import torch.distributed as dist
+
+    try:
+        store.wait([_KEY], timedelta(days=7))
+        message: dict[str, Any] = json.loads(store.get(_KEY))
+    except dist.DistError as error:
+        raise LaunchError(
+            f"rank 0 ended before it sent the settings ({str(error).splitlines()[0]}). Its output says why"
+        ) from None
+    return message
 
 
 def _open_store(launch: ExternalLaunch) -> Store:

@@ -27,7 +27,7 @@ from automoe.errors import LaunchError, say
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
-from automoe.launch.hardware import check_backends, start_notes
+from automoe.launch.hardware import check_backends, num_cores, start_notes
 from automoe.launch.prepare import check_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS, run_rank
@@ -89,7 +89,7 @@ def train_here(
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
     print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
     env = without_rendezvous(os.environ) | LOOPBACK
-    share = max(1, (os.cpu_count() or 1) // shape.world_size)
+    share = max(1, num_cores() // shape.world_size)
     env["OMP_NUM_THREADS"] = str(
         config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share)
     )

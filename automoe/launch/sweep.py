@@ -456,13 +456,13 @@ def _measured(config: Config, shape: MeshShape) -> Record:
     from automoe.observe.metrics import rank_balance, read_expert_load, read_metrics, series
     from automoe.observe.summary import median
 
-    records = read_metrics(config.run_dir)
+    records, (_, counts) = read_metrics(config.run_dir), read_expert_load(config.run_dir)
     memory = series(records, "peak_memory_bytes")[1]
     return {
         "tokens_per_second": median(records, "tokens_per_second"),
         "mfu": median(records, "mfu"),
         "memory": float(memory.max()) if len(memory) else None,
-        "balance": rank_balance(read_expert_load(config.run_dir)[1], shape.ep),
+        "balance": rank_balance(counts, shape.ep, config.model.num_experts),
     }
 
 

@@ -20,15 +20,12 @@ from automoe.comm.local_shard import local_shard
 from automoe.comm.tokens import IGNORE, MicroBatch, TokenCounts, Tokens
 from automoe.config.schema import ModelConfig, TrainConfig
 from automoe.errors import ConfigError
+from automoe.kernels.logits import cap_logits
 from automoe.model.backend import BackendConfig
-from automoe.model.loss import (
-    LossInputs,
-    cap_logits,
-    cross_entropy_sum,
-    greedy_tokens,
-    token_scores,
-)
+from automoe.model.indexer import KeyChooser
+from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_scores
 from automoe.model.mtp import MTP_METRICS
+from automoe.moe.balance import LoadCounter
 from automoe.moe.router import BalancedRouter
 
 # arguments of ``token_scores`` by the names of inputs of a loss
@@ -159,6 +156,12 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
         """Yield (layer number, MoE layer) for the MoE layers of this pipeline stage, in order."""
+
+    def zero_counters(self) -> None:
+        """Zero what the layers count during a step (``automoe.training.stats``)."""
+        for module in self.modules():
+            if isinstance(module, (LoadCounter, KeyChooser)):
+                module.reset_buffers()
 
     @abstractmethod
     def units(self) -> Iterator[Unit]:

@@ -20,6 +20,8 @@ from automoe.comm.communicators import SINGLE_RANK, Communicator
 from automoe.comm.tokens import IGNORE, TokenCounts
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.errors import import_backend
+from automoe.kernels.logits import cap_logits, scaled
+from automoe.kernels.row_sums import sum_within_rows
 
 NAN_TOKEN = -1  # marks a next token whose logits are NaN
 # A function with the signature of ``chunk_loss``.
@@ -85,18 +87,6 @@ def chunk_loss(
         grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
         grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
     return loss, grad_TV if slope_TV is None else (grad_TV * slope_TV).to(x_TH.dtype)
-
-
-def cap_logits(logits: Tensor, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Return ``soft_cap * tanh(logits / soft_cap)``, in at least float32, and its derivative.
-
-    A ``soft_cap`` of 0 is no cap: the logits themselves and None are returned.
-    """
-    if not soft_cap:
-        return logits, None
-    tanh = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / soft_cap).tanh_()
-    slope = 1 - tanh.square()
-    return tanh.mul_(soft_cap), slope
 
 
 def _chunks(x_TH: Tensor) -> Iterator[slice]:
@@ -210,10 +200,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total):
-        scaled = (
-            None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
-        )
-        return *scaled, *(None,) * 6
+        return *(scaled(grad, grad_total) for grad in ctx.saved_tensors), *(None,) * 6
 
 
 def cross_entropy_sum(
@@ -477,9 +464,7 @@ class LossInputs:
         """
         num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
         doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids
-        within = torch.where(doc_ids < 0, num_documents, doc_ids)
-        sums = x_BS.new_zeros(len(x_BS), num_documents + 1).scatter_add(1, within, x_BS)
-        return self.context.sum(sums[:, :-1])
+        return self.context.sum(sum_within_rows(x_BS, doc_ids, num_documents))
 
     def share(self, loss: Tensor) -> Tensor:
         """Return ``loss``, a value equal on all ranks of ``context``, divided by the number of these ranks."""

@@ -355,16 +355,18 @@ def read_expert_load(run_dir: StrPath) -> Curve:
     return steps, counts if counts.ndim == 3 else np.zeros((len(records), 0, 0))
 
 
-def rank_balance(counts: np.ndarray, ep: int) -> float | None:
+def rank_balance(counts: np.ndarray, ep: int, num_experts: int) -> float | None:
     """Return how uneven expert parallel ranks are: tokens of the busiest rank over the mean rank.
 
     The ratio is averaged over layers; the result is its median over steps. It is None if ``counts``
     has no tokens.
 
     Args:
-        counts: [N, L, E] tokens per expert, of N steps and L layers.
+        counts: [N, L, E + Z] tokens per expert, of N steps and L layers.
         ep: number of ranks that share the experts.
+        num_experts: E; the Z zero experts after them are on no rank.
     """
+    counts = counts[..., :num_experts]
     if not counts.size or not counts.sum():
         return None
     ranks = counts.reshape(*counts.shape[:2], ep, -1).sum(axis=3)  # A rank's experts are adjacent.

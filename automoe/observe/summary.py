@@ -137,7 +137,11 @@ def _slowest_rank(records: Records) -> dict[str, str]:
 
 def from_here(text: str) -> str:
     """Return ``text`` with absolute paths in the working directory replaced by relative ones."""
-    return text.replace(f"{Path.cwd()}{os.sep}", "")
+    try:
+        here = Path.cwd()
+    except OSError:  # it was removed
+        return text
+    return text.replace(f"{here}{os.sep}", "") if here != here.parent else text
 
 
 def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from automoe.comm.collectives import GlooReduceScatter, over_gloo
 from automoe.config.schema import ParallelConfig
-from automoe.interop.torch_private import reshard as reshard_unit
+from automoe.interop.torch_private import forget_pass
 from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
 from automoe.model.params import find_spec
@@ -109,14 +109,15 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 
 
 def reshard(model_parts: Iterable[nn.Module]) -> None:
-    """Free the unsharded weights of every FSDP unit.
+    """Free what a pass left in every FSDP unit: unsharded weights, and unreduced gradients.
 
-    A forward pass without a backward pass, or that failed, leaves them allocated. A checkpoint
-    would save them, and the optimizer has no state for them.
+    A forward pass without a backward pass leaves the weights allocated: a checkpoint would save
+    them, and the optimizer has no state for them. A training pass that failed leaves both, and the
+    next one would add to the gradients.
     """
     for part in model_parts:
         for module in fsdp_modules(part):
-            reshard_unit(module)
+            forget_pass(module)
 
 
 def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:

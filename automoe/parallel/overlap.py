@@ -141,6 +141,10 @@ class MergedPasses:
         while self._deferred:
             self._deferred.popleft()()
 
+    def forget_deferred(self) -> None:
+        """Forget the functions that ``defer`` kept, after an error."""
+        self._deferred.clear()
+
     def check_nothing_is_deferred(self) -> None:
         """Raise ``AssertionError`` if deferred work is left at the end of a step."""
         assert not self._deferred, f"{len(self._deferred)} deferred products were not computed"

@@ -257,8 +257,12 @@ class PipelineRunner(StepRunner):
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(zero).sum() if losses else zero
 
+    @torch.no_grad()
     def _outputs(self, inputs: MicroBatch) -> Tensor | None:
-        return self._run("eval", inputs, [])
+        outputs = self._run("eval", inputs, [])
+        for stage in self.stages:  # torch keeps the outputs of all micro-batches
+            stage.clear_runtime_states()
+        return outputs
 
     def _run(self, method: str, inputs: MicroBatch, losses: list[Tensor]) -> Tensor | None:
         # With train.rampup_batch_size, steps have fewer micro-batches than validation has, and a

@@ -23,6 +23,7 @@ from automoe.model.loss import Loss
 from automoe.model.params import embedding_stages
 from automoe.parallel.fsdp import defer_reduction, reshard
 from automoe.parallel.mesh import Meshes
+from automoe.parallel.overlap import MERGED_PASSES
 from automoe.parallel.shared_gradients import SharedGradients
 from automoe.passes.trace import training_pass
 
@@ -103,16 +104,25 @@ class StepRunner(ABC):
     def train(self, inputs: MicroBatch) -> Tensor:
         """Run forward and backward of a step; gradients are summed over the global batch on return.
 
-        ``inputs`` are this rank's sequences of all micro-batches.
+        ``inputs`` are this rank's sequences of all micro-batches. After an error clear the
+        parameters' own gradients, to which some micro-batches have added.
 
         Returns this rank's share of the loss, a float64 scalar whose sum over ranks is the loss. It
         is zero on ranks without the last stage, and on all tp ranks but the first, because tp ranks
         have equal losses.
         """
-        for part in self.model_parts.values():
+        parts = self.model_parts.values()
+        for part in parts:
             part.reported.clear()  # of a pass outside of this runner
-        with training_pass(), self.shared.summed():
-            loss = self._train(inputs)
+        try:
+            with training_pass(), self.shared.summed():
+                loss = self._train(inputs)
+        except BaseException:  # whoever catches it may go on
+            MERGED_PASSES.forget_deferred()
+            reshard(parts)
+            for part in parts:
+                part.zero_counters()
+            raise
         return loss.detach().to(torch.float64) * self.reports_loss
 
     @abstractmethod

@@ -35,9 +35,11 @@ def earlier_gradients_added(parameters: Iterable[Tensor]) -> Iterator[None]:
     earlier = [(p, p.grad) for p in parameters if p.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
-    yield
-    for parameter, gradient in earlier:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    try:
+        yield
+    finally:
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 class SharedGradients:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,10 @@ class Answer:
     tokens: list[int]
     log_probs: list[float]
     routes: torch.Tensor | None = None
+
+    def without_stop(self, stops: Collection[int]) -> list[int]:
+        """Return ``tokens`` without the last one if it is among ``stops``, ids that end an answer."""
+        return self.tokens[:-1] if self.tokens[-1] in stops else self.tokens
 
     def as_json(self) -> tuple[Any, ...]:
         """Return (tokens, log_probs, routes) for JSON; routes: [shape, base64 of little-endian int16] or None."""

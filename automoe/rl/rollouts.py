@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import xxhash
 
 from automoe.checkpoint.steps import committed_steps, step_number
 from automoe.comm.agreement import Ranks
+from automoe.config.frozen import GOES_ON
+from automoe.config.recipe_args import SECTION
 from automoe.config.schema import Config
 from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
@@ -59,12 +62,16 @@ class Rollouts:
         self._per_rollout, self._updates = args.prompts, args.iterations * args.mini_batches
         self._rollout = 0
         self._ranks = Ranks()
+        self._order = lru_cache(2)(self._shuffled)  # a rollout may begin the next epoch
         self.rows_of_last_step = 0.0
         self._history: dict[str, str] = {}  # rollout -> digest of the rewards of those before it
         self.digest = xxhash.xxh3_128(json.dumps(prompts).encode()).hexdigest()
         # Answers of a run that was drawn otherwise are not this run's.
         train = config.train
-        settings: list[Any] = [config.recipe_args, config.observe.sample_tokens, config.model]
+        drawn = {
+            name: value for name, value in vars(args).items() if f"{SECTION}.{name}" not in GOES_ON
+        }
+        settings: list[Any] = [drawn, config.observe.sample_tokens, config.model]
         settings += [config.optim, config.lora, config.moe, train.seed, train.dtype]
         settings += [train.grad_clip, train.freeze, train.trainable, train.fp8]
         self._drawn_by = f"{self.digest} {settings}"
@@ -91,10 +98,13 @@ class Rollouts:
         numbers = []
         for place in range(rollout * self._per_rollout, (rollout + 1) * self._per_rollout):
             epoch, at = divmod(place, len(self.prompts))
-            order = list(range(len(self.prompts)))
-            random.Random(f"{self._config.train.seed} {epoch}").shuffle(order)
-            numbers.append(order[at])
+            numbers.append(self._order(epoch)[at])
         return numbers
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.prompts)))
+        random.Random(f"{self._config.train.seed} {epoch}").shuffle(order)
+        return order
 
     def draw(
         self, rollout: int, sample: Callable[[list[list[int]]], list[list[Answer]]]
@@ -108,6 +118,7 @@ class Rollouts:
         self._rollout = rollout
 
         def drawn() -> Any:
+            self._ranks.lead(lambda: self._remove(lambda number: number == rollout + 1))
             groups = sample([self.prompts[number] for number in self.numbers(rollout)])
             return [[answer.as_json() for answer in of_prompt] for of_prompt in groups]
 
@@ -183,18 +194,22 @@ class Rollouts:
         def remove() -> None:
             steps = [step_number(name) for name in committed_steps(checkpoints)]
             before = min(steps, default=0) // self._updates
-            for file in self._folder.glob("*-*.json"):
-                if int(file.stem.partition("-")[2]) <= before:
-                    file.unlink()
+            self._remove(lambda number: number <= before)
 
         self._ranks.lead(remove)
+
+    def _remove(self, chosen: Callable[[int], bool]) -> None:
+        for file in self._folder.glob("*-*.json"):
+            if chosen(int(file.stem.partition("-")[2])):
+                file.unlink()
 
     def _read(self, file: Path, facts: str) -> Any:
         try:
             content = read_json(file, must_be_sealed=True) if file.is_file() else {}
         except ValueError as error:
             raise DataError(
-                f"{file} cannot be read ({error}). Remove it: the answers are then drawn anew"
+                f"{file} cannot be read ({error}). Remove answers-{file.stem.partition('-')[2]}.json: the answers are "
+                "then drawn anew, and all files of the rollout made anew"
             ) from None
         if content and content["drawn_by"] != facts:
             print(

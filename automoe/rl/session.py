@@ -5,8 +5,7 @@
     optim_step(lr)                   -> gradient norm, whether the update was skipped
     weights() save() load() adapter_off()
 
-Every rank makes every call, with the same batch; results are in the caller's order, on every rank. The session
-packs samples into rows and calls ``automoe.training.step``.
+Every rank makes every call, with the same batch; results are in the caller's order, on every rank.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.convert import converted
+from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
@@ -315,14 +315,13 @@ class Session:
         """
         if self._pending is None:
             raise AutomoeError("optim_step: there are no gradients. Call forward_backward first")
-        optim = self.config.optim
-        if lr is not None:
-            lr = at_least(0, "lr", lr)
-            optim = replace(optim, lr=lr, schedule="constant", warmup_steps=0)
-        config = replace(self.config, optim=optim)
-        options = StepOptions(auxiliary_losses=self.auxiliary_losses, skip_zero_gradient=True)
+        options = StepOptions(
+            auxiliary_losses=self.auxiliary_losses,
+            skip_zero_gradient=True,
+            lr=None if lr is None else at_least(0, "lr", lr),
+        )
         gradients = self._pending, self._pending_tokens
-        update = optimizer_step(self.state, *gradients, self.meshes, config, report, options)
+        update = optimizer_step(self.state, *gradients, self.meshes, self.config, report, options)
         self.zero_grad()
         return update
 
@@ -363,6 +362,8 @@ class Session:
             extra = json.loads(json.dumps({**(extra or {})}))
         except (TypeError, ValueError) as error:
             raise DataError(f"extra of Session.save: expected a JSON object ({error})") from None
+        failures, saved = self.store.failures, None
+        self.store.poll(wait=True)
         folder = self.store.folder / f"step-{self.state.step}"
         # The store leaves a step that is there as it is.
         if (self.state.step, extra) != self._stored and self.store.ranks.lead(
@@ -373,9 +374,8 @@ class Session:
                 "the next save, or set another run_dir"
             )
         self.store.facts["session"] = extra
-        failures, saved = self.store.failures, None
-        self.store.poll(wait=True)
         if self.store.failures == failures:
+            self.store.ranks.lead(lambda: save_config(self.config, self.store.run_dir), again=False)
             saved = self.store.save(self.state, stopping=not self.config.checkpoint.async_save)
         if self.store.failures > failures:
             raise SaveError("a save in the background failed, as a warning says. Save again")

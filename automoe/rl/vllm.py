@@ -86,7 +86,11 @@ class LocalVLLM:
                     stderr=log,
                     text=True,
                     pass_fds=[write],
-                    env=_BESIDE_TRAINING | others | _CPU | {"FD": str(write)},
+                    start_new_session=True,  # signals for the ranks are not for the engine
+                    env=_BESIDE_TRAINING
+                    | others
+                    | _CPU
+                    | {"FD": str(write), "PARENT": str(os.getpid())},
                 )
             except OSError as error:
                 raise BackendError(
@@ -179,7 +183,7 @@ class ServedVLLM(ServedEngine):
             n=how.num,
             max_tokens=how.max_tokens,
             temperature=how.temperature,
-            seed=how.seed,
+            seed=how.seed * how.num,  # the server adds an answer's number
             stop_token_ids=how.stops,
             ignore_eos=True,
             logprobs=0,

@@ -14,8 +14,10 @@ Expert ids are [tokens of prompt and answer without the last, MoE layers, K].
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -84,8 +86,19 @@ class Routes:
         return seen and [seen[position] for position in range(num_tokens)]
 
 
+def end_with(parent: int) -> None:
+    """End this process when its ``parent`` ends, even in the middle of an answer (Linux).
+
+    It is in a session of its own, so that signals for the training leave it alone.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit()
+
+
 def main(folder: str, dtype: str, max_model_len: str) -> None:
     sys.path.pop(0)  # this folder, whose names are those of other packages
+    end_with(int(os.environ["PARENT"]))
     import torch
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
@@ -152,7 +165,7 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
         for number, prompt in enumerate(ask["prompts"]):
             for answer in range(ask["num"]):
                 prompts.append({"prompt_token_ids": prompt})
-                seed = ask["seed"] + 1009 * number + answer
+                seed = (ask["seed"] + number) * ask["num"] + answer
                 settings.append(SamplingParams(seed=seed, **options))
         groups: list[Any] = [[] for _ in ask["prompts"]]
         for number, request in enumerate(llm.generate(prompts, settings, use_tqdm=False)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +13,7 @@ from typing import Any
 
 from automoe.errors import DataError, say
 from automoe.storage.files import checksum
-from automoe.storage.folder import flush_folder
+from automoe.storage.folder import flush_folder, remove_folder
 from automoe.storage.lock_file import take_lock
 from automoe.storage.sealed import read_json, replace_json
 
@@ -54,7 +56,12 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             verified = _verified(entry)  # another process may have been faster
             if isinstance(verified, dict):
                 return verified
-            with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as scratch:
+            here = f"{entry.name}.{socket.gethostname()}."
+            for left in entry.parent.glob(
+                f"{glob.escape(here)}*"
+            ):  # a writer of this machine was killed
+                remove_folder(left)
+            with tempfile.TemporaryDirectory(prefix=here, dir=entry.parent) as scratch:
                 if verified is not None:
                     say(f"note: {entry} is damaged ({verified}), so the text is tokenised again")
                     os.rename(entry, Path(scratch) / "damaged")

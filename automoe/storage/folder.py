@@ -12,8 +12,8 @@ from automoe.storage.files import flush
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush a folder's files and their names to the disk; the folder has no subfolders."""
-    for file in folder.iterdir():
+    """Flush a folder's files and their names to the disk, those of its subfolders too."""
+    for file in folder.rglob("*"):
         flush(file)
     flush(folder)
 

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from automoe.errors import AutomoeError, DataError, in_words
@@ -147,11 +148,17 @@ def _work(work_name: str, work: Callable[[], Any], writing: int, parent: int) ->
 def limit_memory() -> tuple[int, int]:
     """Limit this process to ``MAX_BYTES`` (half of the machine's memory) more private memory.
 
-    Return the previous (soft, hard) limits of ``RLIMIT_DATA`` in bytes.
+    Without /proc (macOS, some sandboxes) nothing is limited. Return the previous (soft, hard)
+    limits of ``RLIMIT_DATA`` in bytes.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with open("/proc/self/status") as file:
-        now = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return before
+    now = next(
+        int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData")
+    )
     # A limit that the user has set stays.
     least = min([now + MAX_BYTES, *(limit for limit in before if limit != resource.RLIM_INFINITY)])
     resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))

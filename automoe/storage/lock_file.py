@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from automoe.errors import say
@@ -56,6 +57,9 @@ def take_lock(path: Path, progress: Callable[[], object] | None = None) -> int:
     return taken
 
 
+_say_once = cache(say)  # a process that waits tries again and again
+
+
 def _take(path: Path) -> int | str:
     """Return a descriptor that holds the lock of ``path``, or the id (text) of the process that does.
 
@@ -69,8 +73,10 @@ def _take(path: Path) -> int | str:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            note = f"note: {path}: its file system has no locks ({error.strerror})"
-            say(f"{note}; only processes of this machine wait for one another")
+            _say_once(
+                f"note: {path}: its file system has no locks ({error.strerror}); only processes of this machine wait "
+                "for one another"
+            )
             name = f"automoe-{os.getuid()}-{opened.st_dev}-{opened.st_ino}.lock"
             here = _open_lock(Path(tempfile.gettempdir(), name))
             os.dup2(here, handle, inheritable=False)

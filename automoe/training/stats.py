@@ -69,13 +69,9 @@ def gather_stats(
     model = config.model
     model_parts = list(model_parts)
     if model.attention.index_topk:
-        modules = [module for part in model_parts for module in part.modules()]
-        indexers = [module for module in modules if isinstance(module, KeyChooser)]
-        total = loss_share.new_zeros(())
-        for indexer in indexers:
-            total = total + indexer.loss_sum
-            indexer.reset_buffers()
-        reported = {**reported, "indexer_loss": total}
+        modules = (m for part in model_parts for m in part.modules())
+        shares = (m.loss_sum for m in modules if isinstance(m, KeyChooser))
+        reported = {**reported, "indexer_loss": sum(shares, loss_share.new_zeros(()))}
     num_layers = model.num_moe_layers
     device = loss_share.device
     # from the configuration, since a dense model has no router to ask
@@ -88,7 +84,7 @@ def gather_stats(
     for part in model_parts:
         for _, layer in part.moe_layers():
             table[layer.router.moe_index] += layer.router.load.totals
-            layer.router.load.totals.zero_()
+        part.zero_counters()
     dist.all_reduce(sums)
     device_counts = LoadCounter.views(table).experts
     sums = sums.cpu()  # the host waits for the step's forward and backward here

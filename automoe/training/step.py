@@ -84,12 +84,14 @@ class StepOptions:
             repeated an inference engine's routing.
         skip_zero_gradient: skip the update if the gradient is exactly zero; else momentum and
             weight decay would move the weights.
+        lr: learning rate; None: that of ``optim.schedule``.
     """
 
     loss_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     auxiliary_losses: bool = True
     balance_replayed: bool = False
     skip_zero_gradient: bool = False
+    lr: float | None = None
 
 
 def prepare_inputs(
@@ -205,7 +207,9 @@ def optimizer_step(
     model_parts = list(state.model_parts.values())
     train = config.train
     with phase("optimizer_step", state.step + 1):
-        lr = learning_rate(config.optim, state.step, train.steps)
+        lr = options.lr
+        if lr is None:
+            lr = learning_rate(config.optim, state.step, train.steps)
         # One norm over both meshes and all stages, equal on every rank.
         with phase("grad_norm", state.step + 1):
             norm = global_grad_norm(

@@ -165,10 +165,14 @@ def test_resume_never_starts_over_beside_what_is_there(ranks: RankPool, text: Pa
     settings = config(text)
     straight = run(ranks, settings, tmp_path / "run", until=2, save_at=[2])
     never = replace(settings, checkpoint=replace(settings.checkpoint, resume="never"))
+    for name in ("hf", "adapter"):
+        (tmp_path / "run" / name).mkdir()
     again = run(ranks, replace(never, train=replace(never.train, seed=1)), tmp_path / "run", until=2, save_at=[2])
     assert again.resumed_at is None
     assert len(again.losses) == 2 and again.losses != straight.losses
     assert (tmp_path / "run" / "checkpoints.1" / "step-2").is_dir()
+    there = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"hf.1", "adapter.1"} <= there and not {"hf", "adapter"} & there, "no command may take them for new ones"
     resumed = run(ranks, replace(settings, train=replace(settings.train, seed=1)), tmp_path / "run", until=2)
     assert_equal_bits(resumed.states[2], again.states[2])
 

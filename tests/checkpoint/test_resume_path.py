@@ -72,6 +72,10 @@ def test_damage_there_is_said_and_left(ranks: RankPool, text: Path, tmp_path: Pa
     (message,) = ranks.run(refusal, 1, starting_from(config(text), step), tmp_path / "other")
     assert f"checkpoint.resume={step} is damaged" in message and "Name another step" in message
     assert content(damaged) == before
+    for shard in damaged.glob("checkpoints/*/*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    (message,) = ranks.run(refusal, 1, starting_from(config(text), damaged), tmp_path / "third")
+    assert message.endswith("Restore one from a copy, or set another checkpoint.resume")
 
 
 def own(settings: Config, run_dir: Path) -> tuple[bool, str]:

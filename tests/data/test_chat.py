@@ -270,6 +270,27 @@ def test_a_resumed_loader_goes_on_and_other_settings_are_refused(make: Make) -> 
             Loader(other, 0, 1).load_state_dict(state)
 
 
+def test_conversations_that_move_between_the_splits_are_refused_on_a_resume(make: Make, tmp_path: Path) -> None:
+    """A key that no template reads decides by its hash on the split, and leaves every token as it is."""
+    for name, more in (("plain", {}), ("named", {"id": 1})):
+        turns = [[one | more for one in messages(f"{n}+1?", f"{n + 1}")] for n in range(40)]
+        write_chat(tmp_path / f"{name}.jsonl", turns)
+    states, contents = [], []
+    for val_fraction in (0.2, 0.0):
+        for name in ("plain", "named"):
+            config = make("chatml")
+            config.data.path, config.data.val_fraction = str(tmp_path / f"{name}.jsonl"), val_fraction
+            config.train.val_every = 0
+            loader = Loader(config, 0, 1)
+            states.append(loader.state_dict())
+            contents.append(loader.corpora[0].content)
+    assert len({*contents}) == 1
+    with pytest.raises(DataError, match=r"data changed.*conversations was \w+, is \w+"):
+        config.data.val_fraction = 0.2
+        Loader(config, 0, 1).load_state_dict(states[0])
+    assert states[2] == states[3], "without a validation split nothing moved"
+
+
 def test_a_sample_longer_than_a_row_is_named_dropped_or_cut(make: Make) -> None:
     longest = int(Loader(make(), 0, 1).corpora[0].lengths.max())
     short = longest - 2

@@ -88,6 +88,16 @@ def steps(config: Config, n: int, dp_size: int = 1, state: dict | None = None) -
     return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in FIELDS}, loaders[0].state_dict()
 
 
+def test_another_order_of_sources_is_refused(config):
+    """Their names and weights may be equal, and rows differ."""
+    _, state = steps(config, 2)
+    unnamed = {key: value for key, value in state["fingerprint"].items() if key != "data.sources"}
+    steps(config, 1, state=state | {"fingerprint": unnamed})  # of a checkpoint before 0.27
+    config.data.sources[:2] = reversed(config.data.sources[:2])
+    with pytest.raises(DataError, match=r"data changed.*: data\.sources was \[.*code', .*web', .*is \[.*web', .*code'"):
+        steps(config, 1, state=state)
+
+
 def test_rows_are_those_of_each_source_alone_by_weight(config):
     mixed, _ = steps(config, 50)
     sources, rows = Mixture([2, 1, 1], config.train.seed).rows(0, 400)

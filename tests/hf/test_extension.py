@@ -101,6 +101,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["model.rope.scaling=llama3"], "model.rope.scaling=llama3: only YaRN extends a checkpoint"),
         (["model.rope.original_seq_len=31"], r"original_seq_len=31: .*max_position_embeddings=64. Set .*=64, or"),
         (["model.rope.original_seq_len=65"], "original_seq_len=65: .*max_position_embeddings=64"),
+        (["model.rope.scaling=none"], r"Set model.rope.scaling=yarn"),
         (["model.rope.mscale_all_dim=1"], "a qwen3_moe checkpoint can only have 0.0"),
         (
             ["lora.rank=4", "lora.export=adapter"],

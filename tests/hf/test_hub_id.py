@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -89,6 +90,8 @@ def test_a_run_stays_with_its_commit_when_the_hub_has_another(hub: Hub, folders:
     second = hub.publish(folders[1])
     config = settle(compose_config(overrides=typed), typed)
     assert config.model.hf_path == f"{NAME}@{first}" != f"{NAME}@{second}"
+    complete(replace(config, model=replace(config.model, random_weights=True)))
+    assert not any(".safetensors " in f"{asked} " and "index" not in asked for asked in hub.asked)
     complete(parse_config(dump_config(config)))
     assert checkpoint_identity(config.model.hf_path) == checkpoint_identity(folders[0])
     for other in ([f"model.hf_path={NAME}@main"], ["checkpoint.resume=never"]):

@@ -11,6 +11,7 @@ import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -250,6 +251,11 @@ def test_a_run_that_left_an_adapter_alone_is_merged_with_its_own_base(tmp_path: 
         assert export("--adapter", more) == 2 and says in capsys.readouterr().err
     assert cli.main(["export", str(run_dir), "--out", str(source), "--overwrite"]) == 2
     assert "it is model.hf_path of the run" in capsys.readouterr().err and (source / "config.json").exists()
+    save_config(replace(config, model=replace(model_config, hf_path="~/source")), run_dir)
+    with mock.patch.dict(os.environ, HOME=str(tmp_path)):
+        assert cli.main(["export", str(run_dir), "--out", str(source), "--overwrite"]) == 2
+    assert "it is model.hf_path of the run" in capsys.readouterr().err and (source / "config.json").exists()
+    save_config(config, run_dir)
     assert export() == 0
     to_hf(model, tmp_path / "expected")
     written, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
@@ -268,6 +274,9 @@ def test_gate_and_up_without_down_leave_in_the_layout_that_peft_loads(tmp_path: 
     with pytest.raises(ConfigError, match="Use fused"):
         to_peft(model, tmp_path / "none", lora, layout="published")
     assert to_peft(model, tmp_path / "out", lora).endswith("(1 of experts)")
+    model.config = replace(model.config, random_weights=True)
+    with pytest.raises(ConfigError, match="model.hf_path=.*these began as random numbers"):
+        to_peft(model, tmp_path / "random", lora)
 
 
 def fill_adapters(parts: dict[int, Decoder]) -> None:

@@ -139,6 +139,23 @@ def test_rounding_that_was_asked_for_is_named_as_the_reason(tmp_path: Path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize(
+    ("source", "sizes", "says"),
+    [
+        ("none", ["--experts", "8", "--top-k", "2"], r"DENSE=\S+/none: there is no such folder"),
+        ("in", ["--experts", "8", "--top-k", "3", "--granularity", "2"], "--top-k=3: .* G=2"),
+        ("in", ["--experts", "9", "--top-k", "2", "--granularity", "2"], "--experts=9: "),
+        ("in", ["--experts", "8", "--top-k", "2", "--granularity", "7"], "--granularity=7: "),
+    ],
+)
+def test_the_command_names_its_own_arguments(
+    source: str, sizes: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_small_hf("qwen3", tmp_path / "in")
+    assert upcycle.main([str(tmp_path / source), "--out", str(tmp_path / "out"), *sizes]) == 2
+    assert re.match(f"error: {says}", " ".join(capsys.readouterr().err.split()))
+
+
 def test_a_mixture_is_not_upcycled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     assert upcycle.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--experts", "8", "--top-k", "2"]) == 2

@@ -18,6 +18,7 @@ from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.adapter import from_peft
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.folder import write_settings
 from automoe.hf.peft import WEIGHTS_FILE, to_peft
 from automoe.hf.wrapper import is_of_layers, names_in, part_of
 from automoe.hf.write import convert_hf, to_hf
@@ -227,8 +228,10 @@ def test_missing_files_and_entries_are_refused(source: Path) -> None:
 
 def test_other_parts_that_are_quantized(source: Path) -> None:
     """Codes would be misread in an export without them: vision is refused, unused modules stay out."""
+    plain = check_catalog(source, model_config_from_hf(source))
     hf = settings(source)
     hf["text_config"]["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    hf["text_config"]["mtp_num_hidden_layers"] = 1
     (source / "config.json").write_text(json.dumps(hf))
     for file in source.glob("*.safetensors"):
         tensors = load_file(file)
@@ -238,6 +241,11 @@ def test_other_parts_that_are_quantized(source: Path) -> None:
     catalog = check_catalog(source, model_config_from_hf(source))
     assert catalog.notes[-1] == "not read, and not in an export, since it is quantized: mtp.*"
     assert len(catalog.beside) == 21
+    for left, beside in ((0, catalog), (1, plain)):
+        folder = source.with_name(f"settings-{left}")
+        folder.mkdir()
+        write_settings(folder, model_config_from_hf(source), torch.float32, "none", source=beside)
+        assert settings(folder)["text_config"]["mtp_num_hidden_layers"] == left, "of modules that are there"
     file = source / catalog.beside["model.visual.pos_embed.weight"].file
     tensors = load_file(file)
     tensors["model.visual.pos_embed.weight"] = tensors["model.visual.pos_embed.weight"].to(torch.float8_e4m3fn)

@@ -365,10 +365,53 @@ def kinds_after_an_error() -> list[bool]:
     with pytest.raises(RuntimeError, match="no memory"):
         layer(torch.ones(1, 2))
     seen.append(isinstance(layer.weight, DTensor))
-    for reshard in (lambda unit: unit.reshard(), torch_private.reshard):
+    for reshard in (lambda unit: unit.reshard(), torch_private.forget_pass):
         reshard(layer)
         seen.append(isinstance(layer.weight, DTensor))
     return seen
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+
+def gradients_after_an_error(breaks_in: str) -> list[list[float]]:
+    """Of a unit within a root: of a step, and of the same step after one whose second micro-batch failed."""
+    model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 1, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    fully_shard(model[0])
+    fully_shard(model)
+    seen = []
+    for fails in (False, True, False):
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            x = torch.full((1, 2), 2.0 + last)
+            if not (fails and last):
+                model(x).sum().backward()
+                continue
+            with pytest.raises(RuntimeError, match="no memory"):
+                hidden = model[0](x) if breaks_in == "unit" else model(x)
+                Breaks.apply(hidden).sum().backward()
+        for unit in (model[0], model) if fails else ():
+            torch_private.forget_pass(unit)
+        if not fails:
+            seen.append([value for p in model.parameters() for value in p.grad.full_tensor().flatten().tolist()])
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("breaks_in", ["unit", "root"])
+def test_gradients_of_a_pass_that_failed_are_forgotten(ranks: RankPool, breaks_in: str) -> None:
+    for first, again in ranks.run(gradients_after_an_error, 2, breaks_in):
+        assert first == again and any(first)
 
 
 def test_a_unit_whose_forward_pass_failed_is_sharded_again(ranks: RankPool) -> None:

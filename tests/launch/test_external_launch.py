@@ -7,6 +7,8 @@ import re
 import signal
 import socket
 import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from launch_command import PATIENCE_S, TORCHRUN, Command, read_until
 
 from automoe.config.frozen import load_config
 from automoe.errors import LaunchError
+from automoe.launch import external
 from automoe.launch.external import check_agent, detect_external, first_host, left_over, without_rendezvous
 from automoe.launch.run_dir import read_status
 from tests.support.chat import a_row_each
@@ -98,6 +101,36 @@ def test_srun_tasks_meet_at_rank_0(command: Command) -> None:
     assert [task.returncode for task in tasks] == [0, 0], errors
     assert read_status(command.run_dir)["objective"] == 6.0
     assert not (command.run_dir / "report.html").exists(), "none is wanted"
+
+
+HOSTS = """
+import sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(2.5)
+store.set(sys.argv[1], '{"config": null}')
+sys.stdin.read()
+"""
+
+
+def test_ranks_wait_while_rank_0_tokenises_and_see_it_end() -> None:
+    """For longer than they would wait for one another; the store is rank 0's own under srun."""
+    from torch.distributed import TCPStore
+
+    for key in (external._KEY, "another"):
+        with subprocess.Popen(
+            [sys.executable, "-c", HOSTS, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as host:
+            assert host.stdout is not None
+            store = TCPStore("127.0.0.1", int(host.stdout.readline()), timeout=timedelta(seconds=1))
+            if key == external._KEY:
+                assert external._said_by_rank_0(store) == {"config": None}
+            host.kill()
+        if key != external._KEY:
+            with pytest.raises(LaunchError, match="rank 0 ended before it sent the settings"):
+                external._said_by_rank_0(store)
 
 
 @pytest.mark.exhaustive
@@ -186,7 +219,8 @@ def test_ranks_inherit_no_other_launch() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n1", "n1"), ("gpu[03-07,12],cpu1", "gpu03"), ("a,b", "a"), ("rack[1-2]-ib", "rack1-ib"), ("x-y[9]", "x-y9")],
+    [("n1", "n1"), ("gpu[03-07,12],cpu1", "gpu03"), ("a,b", "a"), ("rack[1-2]-ib", "rack1-ib"), ("x-y[9]", "x-y9")]
+    + [("rack[1-2]node[3-4],a", "rack1node3")],
 )
 def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def test_a_check_trains_the_rows_and_weights_of_the_one_that_it_is_held_against(
     assert [getattr(mine.train, key) for key in same] == [getattr(theirs.train, key) for key in same]
 
 
-def records(*losses: float, norm: float = 1.0) -> list[dict]:
+def records(*losses: float | str, norm: float = 1.0) -> list[dict]:
     clocks = {"tokens_per_second": 5.0, "peak_memory_bytes": 7, "grad_norm": norm}
     return [{"step": step, "loss": loss} | clocks for step, loss in enumerate(losses, 1)]
 
@@ -60,14 +59,15 @@ CLOSE, EXACT = Check("mine", 1, "", "", "cpu", 1e-3), Check("mine", 1, "", "", "
     [
         (CLOSE, records(2.0, 1.001), ""),
         (CLOSE, records(2.0, 1.002), "by up to 2.0e-03"),
-        (CLOSE, records(2.0, math.nan), "not finite"),
+        (CLOSE, records(2.0, "NaN"), "not finite"),  # as metrics.jsonl has it
+        (Check("mine", 1, "", "", "wild", 1e-3), records(2.0, 1.0), "by up to nan"),
         (EXACT, records(2.0, 1.0), ""),
         (EXACT, records(2.0, 1.0, norm=1.0 + 1e-15), "step 1: grad_norm"),
         (Check("mine", 1, "", "", "absent"), records(2.0), "absent failed"),
     ],
 )
 def test_a_check_fails_for_what_it_is_there_to_find(check: Check, got: list[dict], wrong: str) -> None:
-    said = judge(check, {"cpu": records(2.0, 1.0), "mine": got})["wrong"]
+    said = judge(check, {"cpu": records(2.0, 1.0), "wild": records(2.0, "NaN"), "mine": got})["wrong"]
     assert (wrong in said) if wrong else said == ""
 
 

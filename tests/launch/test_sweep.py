@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from launch_command import PATIENCE_S, QUICK, TWO_RANKS, Command, TrainCommand, 
 from omegaconf import OmegaConf
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, MeshConfig
 from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
+from automoe.launch import sweep
 from automoe.launch.run_dir import locked, read_status
 from automoe.launch.sweep import check_alone, side_by_side
 
@@ -255,6 +259,15 @@ def test_a_run_whose_group_is_signalled_is_preempted(command: Command, signum: i
     assert process.returncode == 128 + signum and "error" not in err, err
     assert read_status(command.run_dir)["state"] == "preempted"
     command.wait_until_gone()
+
+
+def test_the_busiest_rank_is_found_without_zero_experts(tmp_path: Path) -> None:
+    """Columns of zero experts (LongCat-Flash) follow those of experts, and belong to no rank."""
+    counts = [[4, 0, 0, 0, 100]]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
+    (tmp_path / "expert_load.jsonl").write_text(json.dumps({"step": 1, "counts": counts}) + "\n")
+    config = Config(run_dir=str(tmp_path), model=replace(Config().model, num_experts=4))
+    assert sweep._measured(config, MeshShape.of(MeshConfig(ep=2, dp_shard=2)))["balance"] == 2.0
 
 
 def test_jobs_side_by_side_are_those_of_joblib() -> None:

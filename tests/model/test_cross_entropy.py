@@ -44,6 +44,18 @@ def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: 
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
+def test_a_mean_over_tokens_scales_narrow_gradients_exactly() -> None:
+    """1 / 817 is 0.3% from any number of bfloat16; each gradient is rounded by itself."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 64, generator=generator).bfloat16().requires_grad_() for n in (510, V))
+    labels = torch.randint(0, V, (510,), generator=generator)
+    loss = cross_entropy_sum(x, weight, labels)
+    whole = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    for got, want in zip(torch.autograd.grad(loss / 817, (x, weight)), whole, strict=True):
+        ratio = 817 * (got.double() * want.double()).sum() / want.double().square().sum()
+        assert abs(float(ratio) - 1) < 1e-3
+
+
 @pytest.mark.parametrize(("cap", "skips"), [(2.0, True), (30.0, False)])
 def test_a_soft_cap_bounds_logits_before_temperature_and_choice(
     monkeypatch: pytest.MonkeyPatch, cap: float, skips: bool

@@ -10,7 +10,7 @@ from synthetic_run import record_of, small_config, write_run
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.observe.console import HEADER_EVERY, Console
-from automoe.observe.summary import bytes_text, duration, final_numbers, short_number
+from automoe.observe.summary import bytes_text, duration, final_numbers, from_here, short_number
 
 
 def console_of(config) -> tuple[Console, io.StringIO]:
@@ -22,6 +22,17 @@ def run_steps(console: Console, config, steps: int, **changes) -> None:
     rng = np.random.default_rng(0)
     for step in range(1, steps + 1):
         console.step(record_of(step, config, rng) | {"expert_max_load": 1.31} | changes.get(f"step{step}", {}))
+
+
+def test_paths_are_relative_to_a_working_directory_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert from_here(f"saved {tmp_path}/a/b") == "saved a/b"
+    monkeypatch.chdir("/")
+    assert from_here("https://wandb.ai/x and /a/b") == "https://wandb.ai/x and /a/b"
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert from_here(f"saved {tmp_path}/a") == f"saved {tmp_path}/a"
 
 
 @pytest.mark.parametrize("mfu", [None, 0.9999])

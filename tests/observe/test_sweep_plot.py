@@ -63,7 +63,7 @@ def test_the_busiest_rank_is_that_of_the_ep_group() -> None:
     counts = np.array(
         [[[4.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]]]
     )  # [N, L, E]: a layer that leans, one that does not
-    assert rank_balance(counts, 1) == 1.0
-    assert rank_balance(counts, 2) == pytest.approx((6 / 4 + 1) / 2)
-    assert rank_balance(counts, 4) == pytest.approx((4 / 2 + 1) / 2)
-    assert rank_balance(np.zeros((0, 0, 0)), 2) is None
+    assert rank_balance(counts, 1, 4) == 1.0
+    assert rank_balance(counts, 2, 4) == pytest.approx((6 / 4 + 1) / 2)
+    assert rank_balance(counts, 4, 4) == pytest.approx((4 / 2 + 1) / 2)
+    assert rank_balance(np.zeros((0, 0, 0)), 2, 4) is None

@@ -281,8 +281,15 @@ def test_answers_of_other_settings_are_drawn_anew(tmp_path: Path, capsys: pytest
         unsealed = file.read_bytes().rpartition(b",")[0].replace(b"-1.0", b"-2.0") + b"}"
         for content in (b"", file.read_bytes()[:20], file.read_bytes().replace(b"-1.0", b"-2.0"), unsealed, b"\xff"):
             file.write_bytes(content)
-            with pytest.raises(DataError, match="answers-00000001.json cannot be read.*Remove it"):
+            with pytest.raises(DataError, match="answers-00000001.json cannot be read.*Remove answers-00000001.json"):
                 drawn_first(rollouts_of(tmp_path, prompts), 5)
+        file.unlink()
+        rollouts_of(tmp_path, prompts).once(0, "scores", lambda: [0.5])
+        settings = config(tmp_path)
+        settings.recipe_args.engine, settings.recipe_args.max_gap = "http://another:8000", 0.2
+        moved = Rollouts(settings, tmp_path, ["", ""], prompts, ByteTokenizer())
+        assert moved.once(0, "scores", list) == [0.5], "another engine's address makes no other run"
+        assert drawn_first(moved, 6) == 6 and moved.once(0, "scores", list) == [], "scores of other answers are gone"
 
 
 def test_routes_come_back_from_the_disk_as_they_were(tmp_path: Path) -> None:
@@ -294,6 +301,11 @@ def test_routes_come_back_from_the_disk_as_they_were(tmp_path: Path) -> None:
             )
             assert answer.routes is not None and answer.routes.tolist() == routes.tolist()
             assert (alone.tokens, alone.log_probs, alone.routes) == ([7], [-2.0], None)
+
+
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text() -> None:
+    answers = Answer([5, 6, 2], [-1.0] * 3), Answer([5, 2, 6], [-1.0] * 3), Answer([2], [-1.0])
+    assert [answer.without_stop([2, 9]) for answer in answers] == [[5, 6], [5, 2, 6], []]
 
 
 def test_each_prompt_comes_once_an_epoch(tmp_path: Path) -> None:

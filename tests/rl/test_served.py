@@ -90,7 +90,7 @@ def test_a_server_reads_the_weights_and_is_asked_in_its_words(
         assert paths == ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/resume", "/v1/completions"]
         assert asked["/collective_rpc"]["kwargs"] == {"weights_path": str(tmp_path / "engine")}
         assert (
-            asked["/v1/completions"] | {"n": 2, "seed": 11, "prompt": [1, 2], "stop_token_ids": [5]}
+            asked["/v1/completions"] | {"n": 2, "seed": 22, "prompt": [1, 2], "stop_token_ids": [5]}
             == asked["/v1/completions"]
         )
     else:

@@ -19,10 +19,13 @@ import automoe
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.comm.tokens import IGNORE
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, ConfigError, DataError
+from automoe.errors import AutomoeError, ConfigError, DataError, LaunchError
+from automoe.export import export_run
+from automoe.launch.run_dir import locked
 from automoe.model.causal_lm import CausalLM
+from automoe.parallel.shared_gradients import earlier_gradients_added
 from automoe.session import Counts, Sample, Session, losses, open_session
-from automoe.verify.pool import RankPool
+from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import whole
 from tests.rl.small import SMALL
 from tests.support.hf_models import save_small_hf
@@ -279,13 +282,13 @@ def test_numbers_that_would_spoil_every_weight_are_refused(ranks: RankPool, tmp_
     assert all(message.startswith("lr") for message in messages[9:])
 
 
-def losses_after_an_error(run_dir: str) -> list[float]:
-    session = open_session([*SMALL, "train.micro_batch_size=1", f"run_dir={run_dir}"])
+def losses_after_an_error(run_dir: str, *settings: str) -> list[tuple[float, list[list[float]]]]:
+    session = open_session([*SMALL, "train.micro_batch_size=1", f"run_dir={run_dir}", *settings])
     calls = []
 
     def failing(nll: torch.Tensor, inputs: Any) -> torch.Tensor:
         calls.append(nll)
-        if len(calls) == 3:
+        if len(calls) == 2:
             raise KeyError("mine")
         return nll.sum()
 
@@ -299,14 +302,63 @@ def losses_after_an_error(run_dir: str) -> list[float]:
             session.load()
         if kind == "alone":
             session.save()
-        session.forward_backward(batch_of(), partial(losses.grpo, clip_high=0.3))
-        norms.append(session.optim_step(0.0).grad_norm)
+        outcome = session.forward_backward(batch_of(), partial(losses.grpo, clip_high=0.3))
+        norms.append((session.optim_step(0.0).grad_norm, outcome.stats.expert_counts.tolist()))
     return norms
 
 
-def test_gradients_of_a_call_that_failed_are_forgotten(ranks: RankPool, tmp_path: Path) -> None:
-    alone, after_error, after_load = ranks.run(losses_after_an_error, 1, str(tmp_path))[0]
-    assert alone == after_error == after_load > 0
+@pytest.mark.parametrize(
+    ("num_ranks", "setting"), [(1, "train.dtype=float32"), (1, "train.dtype=bfloat16"), (2, "mesh.dp_shard=2")]
+)
+def test_gradients_of_a_call_that_failed_are_forgotten(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, setting: str
+) -> None:
+    """Those of FSDP's units too, which are whole until the step's last micro-batch, and the counts of experts."""
+    alone, after_error, after_load = ranks.run(losses_after_an_error, num_ranks, str(tmp_path), setting)[0]
+    assert alone == after_error == after_load and alone[0] > 0
+
+
+def scored_by_stages(run_dir: str) -> tuple[set[bool], int]:
+    """On a rank: whether scoring records gradients, and what stages keep of it."""
+    session = open_session([*SMALL, "mesh.pp=2", "train.micro_batch_size=1", f"run_dir={run_dir}"])
+    modes, real = set(), CausalLM.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        modes.add(torch.is_grad_enabled())
+        return real(*args, **options)
+
+    with patch.object(CausalLM, "forward", forward):
+        session.log_probs(batch_of())
+    return modes, sum(len(stage.fwd_cache) for stage in session._runner.stages)
+
+
+def test_stages_that_score_keep_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(scored_by_stages, 2, str(tmp_path)) == [({False}, 0)] * 2
+
+
+def test_an_error_in_a_pass_leaves_earlier_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(KeyError), earlier_gradients_added([parameter]):
+        assert parameter.grad is None
+        raise KeyError
+    assert parameter.grad.tolist() == [1, 1]
+
+
+def biases_moved(run_dir: str, lr: float | None) -> bool:
+    phases = "optim.phases=[{steps: 4, bias_update_rate: 0.0}]"
+    settings = ["model=small_dsv3", "model.num_layers=2", "model.num_mtp_layers=0", *SMALL[1:3], *SMALL[11:], phases]
+    settings += ["optim.schedule=phases", "optim.warmup_steps=0", "train.steps=4", f"run_dir={run_dir}"]
+    session = open_session(settings, auxiliary_losses=True)
+    session.forward_backward(batch_of(), losses.grpo)
+    session.optim_step(lr)
+    layers = [layer for part in session.state.model_parts.values() for _, layer in part.moe_layers()]
+    return any(bool(layer.router.expert_bias.any()) for layer in layers)
+
+
+@pytest.mark.parametrize("lr", [None, 1e-3])
+def test_a_given_learning_rate_leaves_the_phases_of_the_rest(ranks: RankPool, tmp_path: Path, lr: float | None) -> None:
+    assert ranks.run(biases_moved, 1, str(tmp_path), lr) == [False]
 
 
 def names_after_an_error(run_dir: str) -> tuple[list[str], list[str], bool]:
@@ -450,6 +502,38 @@ def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(train_and_save, 2, str(tmp_path / "b"), [1.0, 0.5], False)
     resumed, extra = ranks.run(train_and_save, 2, str(tmp_path / "b"), [-0.3], True)[0]
     assert resumed == straight[0] and extra == {"samples": [1, 2, 2]}
+    assert not isinstance(export_run(tmp_path / "b", tmp_path / "exported"), str), "proven, as any run's"
+
+
+def saved_twice_and_loaded(folder: str) -> tuple[bool, int]:
+    """On a rank: whether a load right after a save in the background gives that save."""
+    session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={folder}", "checkpoint.async_save=true"])
+    for step in (1.0, 0.5):
+        session.forward_backward(batch_of(step), losses.grpo)
+        session.optim_step(1e-2)
+        session.save()
+    saved = bytes_of(session)
+    session.forward_backward(batch_of(-1.0), losses.grpo)
+    session.optim_step(1e-2)
+    session.load()
+    return bytes_of(session) == saved, session.state.step
+
+
+def test_a_load_waits_for_the_save_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
+    """Looking for the newest step removes half-written folders: not the one that is being written."""
+    assert ranks.run(saved_twice_and_loaded, 2, str(tmp_path / "run")) == [(True, 2)] * 2
+
+
+def open_in(folder: str) -> None:
+    open_session([*SMALL, f"run_dir={folder}"])
+
+
+def test_a_run_directory_that_another_process_uses_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    with locked(tmp_path / "run"), pytest.raises(RankError, match=f"is in use by another run, process {os.getpid()}"):
+        ranks.run(open_in, 1, str(tmp_path / "run"))
+    ranks.run(open_in, 1, str(tmp_path / "run"))
+    with pytest.raises(LaunchError, match="is in use by another run"), locked(tmp_path / "run"):
+        pass
 
 
 def test_an_answer_has_values_of_any_numbers() -> None:

@@ -25,6 +25,7 @@ from automoe.run.reference import _read
 from automoe.storage.cache import open_entry
 from automoe.storage.files import checksum, explained, named, read_file, replace_durably, replace_file, write_durably
 from automoe.storage.foreign import read_bytes
+from automoe.storage.guarded import guarded
 from automoe.storage.sealed import read_json
 
 
@@ -198,3 +199,15 @@ def test_the_cache_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "entry" / "meta.json")
     with pytest.raises(DataError, match=r"meta\.json: cannot be read \(it is a FIFO, where a file belongs\)"):
         open_entry(tmp_path / "entry", lambda folder: {})
+
+
+def test_without_proc_the_memory_of_a_child_is_not_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS and in sandboxes: the work is done all the same."""
+
+    def absent(path: Path) -> str:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert guarded("work", lambda: resource.getrlimit(resource.RLIMIT_DATA)) != before
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert guarded("work", lambda: resource.getrlimit(resource.RLIMIT_DATA)) == before

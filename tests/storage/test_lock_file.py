@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -51,6 +52,15 @@ def test_an_idle_process_that_holds_the_cache_is_named_and_given_up(
     )
     assert "XDG_CACHE_HOME" in str(given_up.value)
     assert f"waiting for process {holder.pid}, which holds {tmp_path / 'entry.lock'}" in capfd.readouterr().err
+
+
+def test_what_a_killed_writer_of_this_machine_left_is_removed(tmp_path: Path) -> None:
+    for left in (f"entry.{socket.gethostname()}.x7", "entry.another-machine.x7", "entry2.x7"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "tokens.bin").write_bytes(b"half")
+    assert open_entry(tmp_path / "entry", fill) == {"tokens": 1}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"entry", "entry.lock", "entry.another-machine.x7", "entry2.x7"}
 
 
 def test_a_process_that_writes_is_waited_for(
@@ -101,7 +111,7 @@ def test_a_file_system_without_locks(
     assert f"{tmp_path / '.lock'}: its file system has no locks ({os.strerror(number)})" in capsys.readouterr().err
     with pytest.raises(BlockingIOError) as held:
         take_lock(tmp_path / ".lock")
-    assert held.value.strerror == str(os.getpid())
+    assert held.value.strerror == str(os.getpid()) and capsys.readouterr().err == "", "said once"
     other = take_lock(tmp_path / "other.lock")
     os.close(first)
     os.close(take_lock(tmp_path / ".lock"))
