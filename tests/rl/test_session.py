@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import automoe
+from automoe.checkpoint import store
 from automoe.checkpoint.saved_state import tensors_of
 from automoe.comm.tokens import IGNORE
 from automoe.config.schema import Config
@@ -508,14 +510,19 @@ def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
 def saved_twice_and_loaded(folder: str) -> tuple[bool, int]:
     """On a rank: whether a load right after a save in the background gives that save."""
     session = open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={folder}", "checkpoint.async_save=true"])
-    for step in (1.0, 0.5):
-        session.forward_backward(batch_of(step), losses.grpo)
-        session.optim_step(1e-2)
-        session.save()
-    saved = bytes_of(session)
-    session.forward_backward(batch_of(-1.0), losses.grpo)
-    session.optim_step(1e-2)
-    session.load()
+    real = store.write_manifest
+
+    def slowly(*args: Any) -> None:
+        time.sleep(1.0)
+        real(*args)
+
+    with patch.object(store, "write_manifest", slowly):
+        for step in (1.0, 0.5):
+            session.forward_backward(batch_of(step), losses.grpo)
+            session.optim_step(1e-2)
+            session.save()
+        saved = bytes_of(session)
+        session.load()
     return bytes_of(session) == saved, session.state.step
 
 
