@@ -96,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     where = user_path("WHERE", args.where)
     import_backend(
-        "lm_eval.models.huggingface", "automoe eval", "Install automoe[eval], which brings lm_eval"
+        "lm_eval.models.huggingface",
+        "automoe eval",
+        "Install lm_eval (pip install '.[eval]' in a clone)",
     )
     from lm_eval.utils import make_table
 

@@ -71,12 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     from automoe.planner.search_command import answer, question_of, take_own
 
     search_words, argv = take_own(argv)
-    question = question_of(search_words)
     page = user_path("html", search_words["html"]) if "html" in search_words else None
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")
         return 0
+    question = question_of(search_words, args.config_dir)
     if question is not None:
         if page:
             raise ConfigError(

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.agreement import Ranks
 from automoe.config.compose import DEFAULT_PRIMARY
-from automoe.config.frozen import save_config
+from automoe.config.frozen import save_first_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import CheckpointError, LaunchError
+from automoe.errors import AutomoeError, CheckpointError, LaunchError
 from automoe.launch.external import detect_external
 from automoe.launch.from_python import composed
 from automoe.launch.hardware import resolve_device
@@ -94,7 +94,8 @@ def open_session(
         on = init_ranks(checked.launch, rank, world_size, local_rank, store)
         global _opened
         _opened = True
-    Ranks().lead(lambda: _lock(run_dir), again=False)
+    if (refused := Ranks().lead(lambda: _lock(run_dir), again=False)) is not None:
+        raise refused
     context = RunContext(rank, world_size, local_rank, on, run_dir)
     return Session.open(checked, shape, context, auxiliary_losses)
 
@@ -158,8 +159,7 @@ def save_at(session: Session, folder: Path) -> None:
 
     def prepare() -> None:
         set_aside(store.folder / step, f"diverged-{step}")
-        store.run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(session.config, store.run_dir)  # commands read it
+        save_first_config(session.store.config, store.run_dir)
 
     store.ranks.lead(prepare, again=False)
     store.save(session.state, stopping=True)
@@ -176,12 +176,16 @@ def load_from(session: Session, folder: Path) -> None:
     session.zero_grad()
 
 
-def _lock(run_dir: Path) -> None:
-    """Keep other runs and processes from ``run_dir`` until ``close`` or the end of this process."""
+def _lock(run_dir: Path) -> AutomoeError | None:
+    """Keep other processes from ``run_dir`` until ``close`` or the end of this one; return why it fails."""
     if run_dir not in _locks:
         held = ExitStack()
-        held.enter_context(locked(run_dir))
+        try:
+            held.enter_context(locked(run_dir))
+        except AutomoeError as error:
+            return error
         _locks[run_dir] = held
+    return None
 
 
 def close() -> None:

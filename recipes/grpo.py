@@ -171,7 +171,7 @@ def sample_answers(
     """
     args = config.recipe_args
     # Of the rollout: a resumed run draws the same.
-    how = replace(how, seed=config.train.seed * 1_000_003 + 1009 * rollout)
+    how = replace(how, seed=config.train.seed * 1_000_003 + max(1009, args.prompts) * rollout)
 
     def sample(prompts: list[list[int]]) -> list[list[Answer]]:
         engine.update(stream)

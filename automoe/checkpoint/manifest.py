@@ -203,6 +203,10 @@ def check_base(step_dir: Path, manifest: Facts, config: Config, base: str | None
         manifest: the step's manifest, which holds the digest of its fixed weights.
         base: ``checkpoint_identity`` (a digest) of this run's fixed weights; None if it has none.
     """
+    if "base" in manifest and config.model.random_weights:
+        raise CheckpointError(
+            f"{step_dir} is of a version before 0.27, which left the frozen random weights out. Start again in a new run_dir"
+        )
     saved = manifest.get("base", base)
     if saved != base:
         raise CheckpointError(

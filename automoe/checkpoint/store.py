@@ -383,7 +383,9 @@ class CheckpointStore:
         """
         with self._readable():
             if self.config.checkpoint.resume == "never":
-                begins = [self.config.model.hf_path, self.config.lora.path]
+                config = self.config
+                begins = [config.model.hf_path, config.lora.path, config.data.tokenizer]
+                begins.append(getattr(config.recipe_args, "teacher", None))
                 self.ranks.lead(lambda: folders.start_over(self.folder, begins), again=False)
                 return None
             if (newest := self.newest()) is None:

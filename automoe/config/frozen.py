@@ -141,6 +141,13 @@ def save_config(config: Config, run_dir: str | Path) -> Path:
     return path
 
 
+def save_first_config(config: Config, run_dir: Path) -> None:
+    """Write ``run_dir/config.yaml`` if it is missing, so that the commands can read a session's checkpoints."""
+    if not (run_dir / CONFIG_FILE).exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, run_dir)
+
+
 def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
     """Read the configuration of a run from its ``config.yaml``.
 

@@ -21,9 +21,8 @@ from automoe.storage.files import read_file, wrong_kind
 from automoe.storage.foreign import parse_json
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
-# Patterns of the files that describe a model and its tokenizer; pickles and models' code are excluded.
-# The code of a tokenizer is copied into exports, whose tokenizer_config.json names it; nothing runs it.
-_SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model", "tokenization_*.py"]
+# Patterns of the files that describe a model and its tokenizer; pickles and code are excluded.
+_SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model"]
 SILENT_S = 10.0  # a Hub that says nothing for so long is out of reach
 _WAIT_S = 300  # longest wait that the Hub may ask for; its limits count windows of five minutes
 _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders of their own

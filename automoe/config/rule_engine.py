@@ -53,7 +53,7 @@ _NAME = re.compile(r"[a-z_]\w*(?:\.[a-z_]\w*)*")
 _FIELD = re.compile(r"\{([\w.]+(?: (?:\*|//|%) [\w.]+)*)\}")
 # A size of the model in a remedy, with the number beside it and what leads to the next one. These keys of the model
 # are the user's own, whatever the checkpoint has.
-_OWN = r"hf_path|vocab_size|num_mtp_layers|random_weights|upcycle|rope\.(?:scaling|extends|factor)"
+_OWN = r"hf_path|vocab_size|num_mtp_layers|random_weights|upcycle|rope\.\w+"
 _OF_MODEL = re.compile(
     r"(?:Set |Nearest valid choices?: )?model\.(?!(?:" + _OWN + r")\b)[\w.]+(?:=| to )[^\s,]+"
     r"(?: or (?:more|less|[\d.]+))?(?:, or |$)"

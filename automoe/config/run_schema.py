@@ -123,3 +123,8 @@ class ClusterConfig:
     @property
     def on_cpu(self) -> bool:
         return self.gpu == "cpu"
+
+    @property
+    def has_fp8(self) -> bool:
+        """True unless it is a GPU without 8-bit products, such as an A100."""
+        return self.on_cpu or self.peak_flops_fp8 > 0

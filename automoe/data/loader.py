@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -27,6 +27,11 @@ from automoe.errors import ConfigError, DataError
 
 # Endings of a fingerprint's keys that checkpoints of earlier versions do not have.
 SINCE_0_27 = ("data.sources", "conversations")
+
+
+def completed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint ``saved`` with those keys of ``now`` that earlier versions did not save."""
+    return {key: value for key, value in now.items() if key.endswith(SINCE_0_27)} | dict(saved)
 
 
 class Loader:
@@ -222,8 +227,7 @@ class Loader:
                 "weights: automoe export RUN --out DIR, then model.hf_path=DIR."
             )
         now = self.fingerprint()
-        unnamed = {key: value for key, value in now.items() if key.endswith(SINCE_0_27)}
-        saved = unnamed | state["fingerprint"]
+        saved = completed(state["fingerprint"], now)
         differing = [
             f"{key} was {saved.get(key)}, is {now.get(key)}"
             for key in sorted(saved.keys() | now.keys())
@@ -266,9 +270,7 @@ class Loader:
                     "data.chat.pack": data.chat.pack,
                     "data.on_long": data.on_long,
                 }
-            if (
-                corpus.chat and self.config.data.val_fraction
-            ):  # hashes decide which of them validate
+            if corpus.chat and content["data.val_fraction"]:  # hashes decide which validate
                 facts["conversations"] = xxhash.xxh3_64(corpus.hashes.tobytes()).hexdigest()
             if name:
                 facts["weight"] = weight

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from automoe.interop.torch_private import parameter_groups
+from automoe.interop.torch_fsdp import parameter_groups
 
 Works = list[dist.Work]
 # For every rank, entries of one or two actions (kind, stage, micro-batch).

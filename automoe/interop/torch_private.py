@@ -277,65 +277,6 @@ def forget_meshes(hidden: list[Any]) -> None:
         getattr(mesh, "_pg_registry", {}).clear()
 
 
-# ---- FSDP ----
-
-
-def parameter_groups(state: Any) -> list[Any]:
-    """Return FSDP's groups of parameters, given the state of an FSDP unit (``fully_shard.state``).
-
-    Torch 2.11: ``_fsdp_param_group``; 2.13 to 2.15: ``_fsdp_param_groups``.
-    """
-    param_group = getattr(state, "_fsdp_param_group", None)
-    return getattr(state, "_fsdp_param_groups", [param_group] if param_group else [])
-
-
-def forget_pass(unit: Any) -> None:
-    """Free what a pass left in an FSDP unit: unsharded weights, unreduced gradients, and a flag.
-
-    The unit's own ``reshard`` leaves the weights of a forward pass that failed; ``_to_sharded`` of
-    its groups frees them. Gradients are ``_unsharded_param.grad`` and, to torch 2.14,
-    ``unsharded_accumulated_grad``. With the flag the next pass would not reduce (2.11 to 2.15).
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    state._state_ctx.post_backward_final_callback_queued = False
-    for group in parameter_groups(state):
-        group._to_sharded()
-        for parameter in group.fsdp_params:
-            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                whole.grad = None
-            if not hasattr(type(parameter), "unsharded_accumulated_grad"):
-                parameter.unsharded_accumulated_grad = None
-
-
-def gradient_sum(unit: Any, name: str) -> torch.Tensor:
-    """Return the unreduced gradient sum of a parameter of an FSDP unit.
-
-    ``unit`` is a module that ``fully_shard`` wrapped, ``name`` the parameter's name in its own
-    module. The sum has the shape of the unsharded parameter and the dtype of the reduction; if
-    there is none yet, zeros are stored as the sum. FSDP makes it in the first backward pass, from
-    the gradient that autograd returned, without public access. The unit's state has
-    ``_fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13 to 2.15. Their ``fsdp_params``
-    have ``unsharded_param``, ``_module_info.param_name`` and, to 2.14,
-    ``unsharded_accumulated_grad`` and ``reduce_dtype``. In 2.15 the sum is ``unsharded_param.grad``
-    in ``unsharded_grad_dtype``, to which autograd itself adds, and ``unsharded_accumulated_grad``
-    is a read-only property.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    groups = parameter_groups(fully_shard.state(unit))  # type: ignore[attr-defined]
-    fsdp_params = (each for group in groups for each in group.fsdp_params)
-    parameter = next(each for each in fsdp_params if each._module_info.param_name == name)
-    whole = parameter.unsharded_param
-    holder, key, dtype = parameter, "unsharded_accumulated_grad", parameter.reduce_dtype
-    if hasattr(type(parameter), key):
-        holder, key, dtype = whole, "grad", parameter.unsharded_grad_dtype
-    if getattr(holder, key) is None:
-        setattr(holder, key, torch.zeros_like(whole, dtype=dtype, requires_grad=False))
-    return getattr(holder, key)
-
-
 # ---- autograd, kernels, profiler ----
 
 

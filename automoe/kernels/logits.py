@@ -21,7 +21,7 @@ def cap_logits(logits: Tensor, soft_cap: float) -> tuple[Tensor, Tensor | None]:
 
 
 def scaled(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Return ``grad * factor``, computed in the wider of their dtypes, in the dtype of ``grad``.
+    """Return ``grad * factor``, computed in the dtype of ``factor``, in the dtype of ``grad``.
 
     A narrow dtype would round the factor itself, such as 1 / tokens, by up to 0.4% in bfloat16.
     None stays None.

@@ -244,10 +244,12 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             if config.train.epochs:
                 from automoe.data.prepare import with_steps
 
-                store = _open_store(launch)  # where the others wait while data is tokenised
+                store = _met(launch, run_dir)  # where the others wait while data is tokenised
                 frozen = with_steps(frozen)
             runs.start_run(run_dir)
             save_config(frozen, run_dir)
+        except _NotMet as error:
+            raise LaunchError(str(error)) from None
         except (AutomoeError, OSError) as error:
             # The error is printed first, because telling the other ranks imports torch.
             say(f"error: {in_words(error)}")
@@ -263,11 +265,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         named = named_variables(text).intersection(os.environ)
         environment = {name: os.environ[name] for name in named}
         message = {"run_dir": str(run_dir), "config": text, "environment": environment}
-        try:
-            store = store or _open_store(launch)
-        except LaunchError as error:
-            runs.record_failure(run_dir, runs.error_report(error, launch.rank))
-            raise
+        store = store or _met(launch, run_dir)
         store.set(_KEY, json.dumps(message))
         code = _run_as_rank(message, launch, store, run_dir_lost=run_dir_lost)
         if config.observe.report:  # a rank that fails has written the report and left before this
@@ -335,6 +333,20 @@ def _run_as_rank(
     return run_rank(
         run_dir, launch.rank, launch.world_size, launch.local_rank, config, store, **options
     )
+
+
+class _NotMet(LaunchError):
+    """Error of a rank 0 that the other ranks do not meet, so that it has nobody to tell."""
+
+
+def _met(launch: ExternalLaunch, run_dir: Path) -> Store:
+    """Return ``_open_store(launch)``; record in ``run_dir`` if the ranks cannot meet."""
+    try:
+        return _open_store(launch)
+    except LaunchError as error:
+        runs.start_run(run_dir)
+        runs.record_failure(run_dir, runs.error_report(error, launch.rank))
+        raise _NotMet(str(error)) from None
 
 
 def _said_by_rank_0(store: Store) -> dict[str, Any]:

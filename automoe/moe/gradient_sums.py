@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automoe.comm.local_shard import local_shard
-from automoe.interop.torch_private import gradient_sum
+from automoe.interop.torch_fsdp import gradient_sum
 
 Ends = Callable[[], list[int]]  # returns the end of each expert's rows
 Later = Callable[[Callable[[], None]], None]  # takes a function and calls it later

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from automoe.comm.collectives import GlooReduceScatter, over_gloo
 from automoe.config.schema import ParallelConfig
-from automoe.interop.torch_private import forget_pass
+from automoe.interop.torch_fsdp import forget_pass
 from automoe.model.causal_lm import CausalLM
 from automoe.model.mtp import MTPBlock
 from automoe.model.params import find_spec
@@ -116,8 +116,7 @@ def reshard(model_parts: Iterable[nn.Module]) -> None:
     next one would add to the gradients.
     """
     for part in model_parts:
-        for module in fsdp_modules(part):
-            forget_pass(module)
+        forget_pass(part)
 
 
 def defer_reduction(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:

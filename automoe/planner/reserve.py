@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from automoe.config.batch import BatchPlan
 from automoe.config.mesh_shape import NEIGHBOUR, MeshShape, exchanges_heads
 from automoe.config.pipeline import SINGLE
+from automoe.config.recipe_args import GRPOArgs
 from automoe.config.schema import Config
 from automoe.config.tier import tier_of
 from automoe.planner.step_memory import RankMemory
@@ -137,5 +138,14 @@ def not_modelled(config: Config, mesh: MeshShape, batch: BatchPlan) -> Iterator[
         yield "time of kernels.attention=flex: rows are counted as one document each"
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}: scales, and codes of the product at work, a byte a number"
+    if isinstance(args := config.recipe_args, GRPOArgs):
+        if args.sampler == "generate":
+            yield "recipe_args.sampler=generate: a whole copy of the model on every rank, and the time of answers"
+        else:
+            yield f"recipe_args.sampler={args.sampler}: the engine, and the time of answers"
+        if args.kl and not config.lora.rank:
+            yield "recipe_args.kl: the first weights, sharded like the trained ones"
+        if args.teacher:
+            yield "recipe_args.teacher: its weights, sharded like the trained ones"
     if config.train.compile:
         yield "train.compile: activations are counted as without it"

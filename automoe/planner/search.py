@@ -69,8 +69,7 @@ class Search:
         num_timed: number of candidates that were timed.
         refused: configuration key -> number of meshes and candidates that break its rule, of those looked at.
         too_large: number of candidates that do not fit.
-        missed: some candidates that do not fit in memory: those found too large before any candidate was timed, each
-            smaller than the one before it; then those that were timed and turned out too large.
+        missed: some candidates that do not fit in memory: first those before any was timed, each smaller than the last.
         rest: upper bound of the tokens/s of all candidates that were left in the queue.
     """
 
@@ -400,8 +399,8 @@ def _on(config: Config, shape: MeshShape) -> Config:
 def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     """Return the values of ``key`` to try in a search: the configured one, then others.
 
-    The others are fixed for each key (``LEVERS``). There are none if the user chose the key, and, except for
-    ``parallel.context``, in models without routed experts or computed by transformers.
+    The others (``LEVERS``) are none if the user chose the key, and, except for ``parallel.context``,
+    in models without routed experts or computed by transformers; nor is fp8 on a GPU that lacks it.
 
     Args:
         fixed: keys that the user chose.
@@ -409,7 +408,8 @@ def tried(config: Config, fixed: Sequence[str], key: str) -> list[Any]:
     """
     setting = attrgetter(key)(config)
     routed = config.model.num_moe_layers and tier_of(config.model).resizable
-    free = key not in fixed and (routed or key == "parallel.context")
+    lacks = key == "moe.dispatch_dtype" and not config.cluster.has_fp8
+    free = key not in fixed and not lacks and (routed or key == "parallel.context")
     return list(dict.fromkeys([setting, *(LEVERS[key] if free else ())]))
 
 

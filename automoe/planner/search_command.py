@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -65,11 +66,13 @@ def take_own(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in typed), [word for word in argv if word not in typed]
 
 
-def question_of(words: dict[str, str]) -> Question | None:
+def question_of(words: dict[str, str], config_dir: str | None = None) -> Question | None:
     """Return the search or calibration that a command line requests; None if it requests none.
 
     Args:
         words: value of each key of the planner itself, such as ``search`` or ``calibrate``.
+        config_dir: value of ``--config-dir``; a preset is written there, since the command that
+            takes it names one such folder.
 
     Raises:
         ConfigError: a value is invalid, or two keys exclude each other.
@@ -98,7 +101,10 @@ def question_of(words: dict[str, str]) -> Question | None:
         raise ConfigError("world", brief(number), rule, "Write world=1024")
     if not asks:
         return None
-    folder = user_path("out", words.get("out") or "plans")
+    folder = user_path("out", words.get("out") or config_dir or "plans")
+    if config_dir and kind and folder != user_path("--config-dir", config_dir):
+        rule = "a command reads one folder of configurations, and this one is not --config-dir"
+        raise ConfigError("out", words["out"], rule, "Leave it out")
     return Question(kind or CALIBRATE, int(number) if number else None, folder)
 
 
@@ -272,14 +278,14 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         ours = asdict(getattr(best.config, section))
         theirs = asdict(getattr(composed, section))
         typed += [
-            f"{section}.{key}={json.dumps(ours[key])}"
+            f"{section}.{key}={json.dumps(ours[key], separators=(',', ':'))}"
             for key in values[section]
             if ours[key] != theirs[key]
         ]
     if best.mesh.world_size != (composed.launch.num_ranks or best.mesh.world_size):
         typed.append(f"launch.num_ranks={best.mesh.world_size}")
-    where = f" --config-dir {folder}"
-    return f"automoe train --config-name {args.config_name}{where} {' '.join([f'mesh={name}', *typed])}"
+    words = ["--config-name", args.config_name, "--config-dir", str(folder), f"mesh={name}", *typed]
+    return shlex.join(["automoe", "train", *words])
 
 
 def _as_dict(candidate: Candidate) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Stage:
     Attributes:
         passes: forward and backward pass.
         states: numbers of hidden states from the previous stage, and to the next one.
+        sent: how many tensors of that size the stage sends for a micro-batch.
         layers: number of layers.
         dense, experts: bytes that FSDP gathers of all weights but routed experts, and of routed experts.
         dense_trained, experts_trained: trained elements of all weights but routed experts, and of routed experts.
@@ -118,6 +119,7 @@ class Stage:
 
     passes: Passes
     states: tuple[int, int] = (1, 1)
+    sent: int = 2  # gradients and hidden states of a micro-batch
     layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
     experts: float = 0.0  # bytes gathered over ep_shard
@@ -299,7 +301,7 @@ def _by_axis(stages: list[Stage], count: int, border: Cost) -> list[dict[str, fl
     cost of sending a hidden state to the next pipeline rank.
     """
     total = dict.fromkeys(AXES, NOTHING) | {
-        "pp": border * (count * sum(sum(stage.states) for stage in stages))
+        "pp": border * (count * sum(stage.sent for stage in stages))
     }
     for stage in stages:
         for half in stage.passes:
@@ -335,7 +337,9 @@ def _stages(place: Place) -> list[Stage]:
         before = states[1]
         key = (ends, states, *sorted(counts.items()))
         if key not in made:
-            stage = made[key] = Stage(Passes(Pass(), Pass()), states)
+            # The first stage sends no gradients, the last one no hidden states.
+            sent = states[0] * (not ends[0]) + states[1] * (not ends[1])
+            stage = made[key] = Stage(Passes(Pass(), Pass()), states, sent)
             for layer, number in counts.items():
                 add_layer(place, stage, layer, number, known[layer])
             _add_ends(place, stage, *ends, embeds=index in embedded)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from keyword import iskeyword
 from pathlib import Path
 from pprint import pformat
 from textwrap import fill, indent
@@ -161,6 +162,8 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
         ("train.compile", train.compile, "experts as well"),
         ("optim.phases", len(config.optim.phases), "the learning rate stays after the warm-up"),
         ("optim.algorithm", config.optim.algorithm != "adamw" and "muon", "AdamW"),
+        ("optim.moments", config.optim.moments != "float32" and "bfloat16", "float32"),
+        ("train.epochs", train.epochs, f"{train.steps} steps (train.steps)"),
         ("optim.qk_clip", config.optim.qk_clip, "no weights are clipped"),
         ("optim.ema_decay", config.optim.ema_decay, "no averages"),
         ("train.rampup_batch_size", train.rampup_batch_size, "the full batch from the first step"),
@@ -226,7 +229,7 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             else "never",
             stages=_stages(config, mesh),
             saves=saves.saves or start is not None,
-            every=saves.every or max(1, minutes),
+            every=(saves.every or max(1, minutes)) if saves.saves else train.steps,
             keep=max(2, saves.keep),  # torchtitan keeps at least two, or all (0)
             asynchronous="async" if saves.async_save else "disabled",
             start=f"\n            initial_load_path={str(start)!r},\n            initial_load_in_hf=True,"
@@ -266,6 +269,8 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, out: str) -> 
             name, another file exists at the path, or the file cannot be written.
     """
     name = re.sub(r"\W", "_", config_name)
+    if not name.isidentifier() or iskeyword(name):
+        name = f"run_{name}"
     path = user_path("out", out or "plans")
     if path.suffix != ".py":
         path /= f"torchtitan_{name}_{mesh.world_size}.py"

@@ -28,7 +28,7 @@ from automoe.checkpoint.folder import is_saved
 from automoe.checkpoint.store import CheckpointStore
 from automoe.comm.tokens import MicroBatch, Tokens
 from automoe.config.convert import converted
-from automoe.config.frozen import save_config
+from automoe.config.frozen import save_first_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, CheckpointError, ConfigError, DataError, SaveError
@@ -375,7 +375,8 @@ class Session:
             )
         self.store.facts["session"] = extra
         if self.store.failures == failures:
-            self.store.ranks.lead(lambda: save_config(self.config, self.store.run_dir), again=False)
+            store = self.store
+            store.ranks.lead(lambda: save_first_config(store.config, store.run_dir), again=False)
             saved = self.store.save(self.state, stopping=not self.config.checkpoint.async_save)
         if self.store.failures > failures:
             raise SaveError("a save in the background failed, as a warning says. Save again")

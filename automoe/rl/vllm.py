@@ -87,10 +87,7 @@ class LocalVLLM:
                     text=True,
                     pass_fds=[write],
                     start_new_session=True,  # signals for the ranks are not for the engine
-                    env=_BESIDE_TRAINING
-                    | others
-                    | _CPU
-                    | {"FD": str(write), "PARENT": str(os.getpid())},
+                    env=_BESIDE_TRAINING | others | _CPU | {"FD": str(write)},
                 )
             except OSError as error:
                 raise BackendError(

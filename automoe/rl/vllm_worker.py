@@ -86,19 +86,8 @@ class Routes:
         return seen and [seen[position] for position in range(num_tokens)]
 
 
-def end_with(parent: int) -> None:
-    """End this process when its ``parent`` ends, even in the middle of an answer (Linux).
-
-    It is in a session of its own, so that signals for the training leave it alone.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit()
-
-
 def main(folder: str, dtype: str, max_model_len: str) -> None:
     sys.path.pop(0)  # this folder, whose names are those of other packages
-    end_with(int(os.environ["PARENT"]))
     import torch
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
@@ -179,4 +168,5 @@ def main(folder: str, dtype: str, max_model_len: str) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     main(*sys.argv[1:])

@@ -23,7 +23,7 @@ from automoe.config.convert import config_to_dict
 from automoe.config.frozen import flat
 from automoe.config.hub import local_folder
 from automoe.config.schema import Config
-from automoe.data.loader import Loader
+from automoe.data.loader import Loader, completed
 from automoe.data.prepare import Split
 from automoe.errors import DataError
 from automoe.hf.peft import WEIGHTS_FILE
@@ -169,6 +169,7 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
         raw = base64.b64decode(content["log_probs"], validate=True)
         values = np.frombuffer(raw).reshape(num_pairs, 2).copy()
         then = dict(content["belongs"])
+        then["data"] = completed(then["data"], belongs["data"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

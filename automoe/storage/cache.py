@@ -57,9 +57,8 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
             if isinstance(verified, dict):
                 return verified
             here = f"{entry.name}.{socket.gethostname()}."
-            for left in entry.parent.glob(
-                f"{glob.escape(here)}*"
-            ):  # a writer of this machine was killed
+            # what writers of this machine left that were killed
+            for left in entry.parent.glob(f"{glob.escape(here)}*"):
                 remove_folder(left)
             with tempfile.TemporaryDirectory(prefix=here, dir=entry.parent) as scratch:
                 if verified is not None:

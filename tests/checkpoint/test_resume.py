@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, open_store, refusal, run
 
+from automoe.checkpoint.folder import start_over
 from automoe.checkpoint.manifest import changed_settings, check_model
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
@@ -159,6 +160,14 @@ def test_with_and_without_fsdp(ranks: RankPool, text: Path, tmp_path: Path) -> N
         assert_equal_bits(resumed.states[1], first.states[1])
         assert resumed.counters[1] == first.counters[1]
     assert_equal_bits(last.states[2], two.states[2])
+
+
+def test_exports_that_the_next_start_reads_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("hf", "adapter", "checkpoints"):
+        (tmp_path / name).mkdir()
+    start_over(tmp_path / "checkpoints", [None, "./hf", "byte"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter.1", "checkpoints", "hf"]
 
 
 def test_resume_never_starts_over_beside_what_is_there(ranks: RankPool, text: Path, tmp_path: Path) -> None:

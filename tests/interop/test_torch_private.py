@@ -34,7 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automoe.checkpoint.planner import CachedPlanner
-from automoe.interop import torch_pipelining, torch_private
+from automoe.interop import torch_fsdp, torch_pipelining, torch_private
 from automoe.verify.fake_world import fake_world
 from automoe.verify.pool import RankPool
 from tests.support.gpu import one_rank
@@ -47,7 +47,7 @@ def release(request: pytest.FixtureRequest) -> None:
     """Put the release into the name of every test."""
 
 
-@pytest.mark.parametrize("module", [torch_private, torch_pipelining])
+@pytest.mark.parametrize("module", [torch_fsdp, torch_private, torch_pipelining])
 def test_every_private_part_has_a_test(module: ModuleType) -> None:
     files = sorted(Path(__file__).parent.glob("test_torch_p*.py"))
     tree = ast.parse("".join(file.read_text() for file in files))
@@ -331,13 +331,13 @@ def sums_of_two_micro_batches() -> tuple[list[torch.dtype], list[float], list[fl
         layer.set_requires_gradient_sync(last)
         out = layer(torch.ones(1, 2, requires_grad=True))
         if last:
-            waiting = torch_private.gradient_sum(layer, "weight")
+            waiting = torch_fsdp.gradient_sum(layer, "weight")
             seen.append(float(waiting.sum()))
             dtypes.append(waiting.dtype)
             waiting.add_(2.0**-12)  # bfloat16 would lose it beside 1
-            assert torch_private.gradient_sum(layer, "weight") is waiting
+            assert torch_fsdp.gradient_sum(layer, "weight") is waiting
         else:
-            first = torch_private.gradient_sum(layer, "weight")
+            first = torch_fsdp.gradient_sum(layer, "weight")
             seen.append(float(first.abs().sum()))
         out.sum().backward()
     return dtypes, seen, layer.weight.grad.to_local().flatten().tolist()
@@ -360,12 +360,12 @@ def kinds_after_an_error() -> list[bool]:
     layer = Failing(2, 4, bias=False)
     fully_shard(layer)
     layer.set_reshard_after_forward(False)
-    assert len(torch_private.parameter_groups(fully_shard.state(layer))) == 1
+    assert len(torch_fsdp.parameter_groups(fully_shard.state(layer))) == 1
     seen = [isinstance(layer.weight, DTensor)]
     with pytest.raises(RuntimeError, match="no memory"):
         layer(torch.ones(1, 2))
     seen.append(isinstance(layer.weight, DTensor))
-    for reshard in (lambda unit: unit.reshard(), torch_private.forget_pass):
+    for reshard in (lambda unit: unit.reshard(), torch_fsdp.forget_pass):
         reshard(layer)
         seen.append(isinstance(layer.weight, DTensor))
     return seen
@@ -403,8 +403,8 @@ def gradients_after_an_error() -> list[list[float]]:
             model[1].breaks = fails and last
             with pytest.raises(RuntimeError, match="no memory") if fails and last else nullcontext():
                 model(torch.full((1, 2), 2.0 + last)).sum().backward()
-        for unit in (model[0], model) if fails else ():
-            torch_private.forget_pass(unit)
+        if fails:
+            torch_fsdp.forget_pass(model)
         if not fails:
             seen.append([value for p in model.parameters() for value in p.grad.full_tensor().flatten().tolist()])
         model.zero_grad()

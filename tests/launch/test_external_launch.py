@@ -134,15 +134,16 @@ def test_ranks_wait_while_rank_0_tokenises_and_see_it_end() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [(), ("train.epochs=4", "train.val_every=0")])
+def test_a_port_that_is_taken_is_named(length: tuple[str, ...], tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
         task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_PORT": str(port)}
         command = Command(tmp_path / "run", env=SRUN | task)
-        code, _, err = command.run("recipe_answers", "mesh=fsdp", "launch.device=cpu")
-    assert code == 2
+        code, _, err = command.run("recipe_answers", "mesh=fsdp", "launch.device=cpu", *length)
+    assert code == 2 and err.count("error: ") == 1
     assert f"MASTER_ADDR:MASTER_PORT = localhost:{port}" in err and "address already in use" in err
     assert "Set MASTER_PORT to a free port" in err
     assert read_status(command.run_dir)["state"] == "failed"

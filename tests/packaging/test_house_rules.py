@@ -13,7 +13,7 @@ import pytest
 from sources import CORE, MODULES, ROOT, tree_of
 
 # Modules that may name private parts of torch. They import nothing of the package, so that every room can use them.
-PRIVATE_TO_TORCH = tuple(f"automoe.interop.torch_{part}" for part in ("private", "pipelining", "fake"))
+PRIVATE_TO_TORCH = tuple(f"automoe.interop.torch_{part}" for part in ("private", "fsdp", "pipelining", "fake"))
 
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.

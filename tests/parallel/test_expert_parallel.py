@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import automoe
+from automoe.classes.expert_parallel import RoutedRows
 from automoe.comm.collectives import DispatchGroup
 from automoe.comm.tokens import MicroBatch
 from automoe.config.mesh_shape import resolve_mesh
@@ -172,6 +173,28 @@ class Experts(nn.Module):
 class OneArgument(Experts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+def test_gradients_of_a_users_module_are_summed_in_a_fixed_order() -> None:
+    """With several threads torch adds float32 of rows that occur several times in any order."""
+    module = Experts((8, 4))
+    module.own_forward = lambda rows, *rest: rows
+    generator = torch.Generator().manual_seed(0)
+    index = torch.arange(512).repeat(8)[torch.randperm(4096, generator=generator)]
+    slope = torch.randn(4096, 64, generator=generator)
+    expected = torch.zeros(512, 64)
+    for row, token in enumerate(index.tolist()):
+        expected[token] += slope[row]
+    routed = RoutedRows(module, lambda rows, ids, probs, experts: rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        for _ in range(5):
+            x = torch.zeros(512, 64, requires_grad=True)
+            (routed.route(x, index, torch.arange(512, 4097, 512), torch.ones(4096)) * slope).sum().backward()
+            assert torch.equal(x.grad, expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rich.console import Console
 from automoe.config.batch import plan_batch
 from automoe.config.compose import key_of, list_options
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.shipped import load_file
+from automoe.config.shipped import load_file, shipped_folder
 from automoe.config.validate import validate
 from automoe.plan import main
 from automoe.planner.activations import at_load
@@ -259,6 +259,44 @@ def test_what_is_not_modelled_is_marked(override: str, said: str) -> None:
     print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
     assert "not modelled" in file.getvalue() and said in file.getvalue()
     assert plan_of("mixtral_8x7b").not_modelled == []
+
+
+def test_what_reinforcement_learning_holds_besides_is_marked() -> None:
+    lines = plan_of("grpo_small", "recipe_args.kl=0.001").not_modelled
+    assert any("a whole copy of the model on every rank" in line for line in lines)
+    assert any("recipe_args.kl: the first weights" in line for line in lines)
+    other = [
+        "recipe_args.sampler=vllm",
+        "recipe_args.engine=http://a:1",
+        "recipe_args.kl=0",
+        "recipe_args.replay=false",
+    ]
+    assert plan_of("grpo_small", *other).not_modelled == [
+        "recipe_args.sampler=vllm: the engine, and the time of answers"
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in shipped_folder("conf").glob("[!_]*.yaml")))
+def test_experts_that_begin_from_random_weights_are_balanced(name: str) -> None:
+    """By a loss or by biases: without either a few of them get all tokens."""
+    config = quick_config(name)
+    moe = config.moe
+    losses = moe.seq_balance_coef, moe.global_balance_coef, moe.micro_batch_balance_coef
+    pretrains = config.recipe == "pretrain" and config.data.kind == "text" and not config.lora.rank
+    assert not (pretrains and config.model.num_moe_layers) or config.model.router.expert_bias or any(losses)
+
+
+def test_stages_at_the_ends_send_in_one_direction() -> None:
+    """Two stages: a hidden state there and a gradient back, 4 * 512 tokens of 192 numbers of 4 bytes each."""
+    plan = plan_of("config")
+    assert plan.mesh.pp == 2 and plan.time.traffic["pp"] == 4 * 512 * 192 * 4
+
+
+def test_brackets_of_a_pattern_are_shown() -> None:
+    config = quick_config("mixtral_8x7b", ['train.freeze=["*.[qkv]_proj.*", "*[/x]*"]'])
+    file = io.StringIO()
+    print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
+    assert "*.[qkv]_proj.*" in file.getvalue() and "*[/x]*" in file.getvalue()
 
 
 def test_no_limit_no_verdict() -> None:

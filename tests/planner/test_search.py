@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -423,3 +424,29 @@ def test_ranks_that_weights_and_moments_fill_are_not_looked_at() -> None:
     state = 12 * count_params(config.model).total
     assert least_ranks(config) == pytest.approx(state / config.cluster.memory_bytes, rel=1e-3)
     assert 64 < least_ranks(config) < 128 and least_ranks(quick_config("config")) == 1
+
+
+def test_rows_in_8_bits_are_tried_where_there_are_8_bit_products() -> None:
+    for cluster, values in (("a100_sxm", ["auto"]), ("h100_sxm", ["auto", "fp8"])):
+        config = compose_config("qwen3_30b_a3b", [f"cluster={cluster}"])
+        assert search_module.tried(config, (), "moe.dispatch_dtype") == values
+
+
+def test_a_search_in_a_folder_of_your_own_is_taken_by_the_command_that_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With words that a shell would split."""
+    folder = tmp_path / "my own"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(
+        "defaults:\n  - base\n  - model: small_qwen3_moe\n  - data: stdlib\n  - mesh: fsdp\n  - _self_\n"
+    )
+    words = ["--config-dir", str(folder), "--config-name", "mine", "launch.device=cpu", 'observe.samples=["x = ", "b"]']
+    words += ["mesh.tp=1", "mesh.cp=1", "mesh.etp=1", "parallel.schedule=1F1B", "parallel.stages_per_rank=1"]
+    assert plan.main([*words, "search=true", "world=2"]) == 0, capsys.readouterr().err
+    [line] = [line for line in " ".join(capsys.readouterr().out.split("\n")).split("automoe train ")[1:]]
+    typed = shlex.split(line)[: shlex.split(line).index('observe.samples=["x = ", "b"]') + 1]
+    assert typed[:4] == ["--config-name", "mine", "--config-dir", str(folder)] and typed[4] == "mesh=found_mine_2"
+    assert compose_config("mine", typed[4:], str(folder)).model.family == "qwen3_moe"
+    assert plan.main([*words, "search=true", "world=2", f"out={tmp_path}/other"]) == 2
+    assert "a command reads one folder of configurations" in " ".join(capsys.readouterr().err.split())

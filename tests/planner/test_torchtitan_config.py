@@ -154,12 +154,30 @@ def test_what_it_has_no_setting_for_is_named_in_the_file() -> None:
     given = [
         "moe.capacity_factor=1.5", "moe.seq_balance_coef=0.001", "moe.z_loss_coef=0.01", "moe.dispatcher=hierarchical",
         "parallel.recompute_layers=[0]", "data.document_mask=false", "optim.ema_decay=0.999", "train.spike_factor=5",
-        "moe.router_jitter=0.1", "train.val_every=7", "parallel.grad_sync=step",
+        "moe.router_jitter=0.1", "train.val_every=7", "parallel.grad_sync=step", "optim.moments=bfloat16",
+        "train.epochs=3",
     ]  # fmt: skip
     config = quick_config("qwen3_30b_a3b", given)
     text = titan_module(config, resolve_mesh(config.mesh, 16), "run").split('"""')[1]
     for override in given:
         assert override.split("=")[0].replace("parallel.grad_sync", "grad_sync") in text, override
+
+
+def test_a_run_that_saves_nothing_does_so_in_torchtitan(tmp_path: Path) -> None:
+    """Its last step is saved, as torchtitan does whenever it reads first weights."""
+    (tmp_path / "weights").mkdir()
+    config = quick_config("qwen3_30b_a3b", ["checkpoint=none", "train.steps=70"])
+    config.model.hf_path = str(tmp_path / "weights")
+    text = titan_module(config, resolve_mesh(config.mesh, 16), "run")
+    assert "interval=70," in text and "initial_load_path" in text
+
+
+def test_any_name_of_a_configuration_is_that_of_a_function(tmp_path: Path) -> None:
+    config = quick_config("qwen3_30b_a3b")
+    for name, function in (("8b_run", "run_8b_run"), ("class", "run_class"), ("a-b", "a_b")):
+        path, command = write_titan(config, resolve_mesh(config.mesh, 16), name, str(tmp_path / f"of_{function}.py"))
+        compile(path.read_text(), str(path), "exec")
+        assert f"def {function}(" in path.read_text() and command.endswith(f"--config {function}")
 
 
 def test_the_command_writes_it_once_and_says_how_to_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from automoe.launch.run_dir import locked
 from automoe.model.causal_lm import CausalLM
 from automoe.parallel.shared_gradients import earlier_gradients_added
 from automoe.session import Counts, Sample, Session, losses, open_session
-from automoe.verify.pool import RankError, RankPool
+from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
 from tests.rl.small import SMALL
 from tests.support.hf_models import save_small_hf
@@ -380,6 +380,23 @@ def test_a_scoring_pass_that_failed_leaves_a_state_that_is_saved_whole(ranks: Ra
     assert after == before and any("embed_tokens" in name and "exp_avg" in name for name in after) and trains
 
 
+def scored_after_an_error(run_dir: str) -> list[bool]:
+    """On a rank: do two scorings agree after a pass that failed while the next layer's weights were on their way."""
+    session = open_session([*SMALL, "model.num_layers=4", "mesh.dp_shard=2", f"run_dir={run_dir}"])
+    session.forward_backward(batch_of(), losses.grpo)
+    layers = [unit.layer for part in session.state.model_parts.values() for unit in part.units()]
+    with patch.object(layers[1].mlp, "forward", side_effect=RuntimeError("no memory")):
+        with pytest.raises(RuntimeError, match="no memory"):
+            session.log_probs(batch_of())
+    session.optim_step(0.1)
+    first, again = (session.log_probs(batch_of()).log_probs for _ in range(2))
+    return [bool(torch.equal(*pair)) for pair in zip(first, again, strict=True)]
+
+
+def test_weights_that_were_on_their_way_when_a_pass_failed_are_dropped(ranks: RankPool, tmp_path: Path) -> None:
+    assert all(map(all, ranks.run(scored_after_an_error, 2, str(tmp_path))))
+
+
 def open_on_another_mesh(run_dir: str) -> str:
     with pytest.raises(AutomoeError) as caught:
         open_session([*SMALL, "mesh.dp_shard=2", f"run_dir={run_dir}"])
@@ -505,6 +522,9 @@ def test_a_session_resumes_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
     resumed, extra = ranks.run(train_and_save, 2, str(tmp_path / "b"), [-0.3], True)[0]
     assert resumed == straight[0] and extra == {"samples": [1, 2, 2]}
     assert not isinstance(export_run(tmp_path / "b", tmp_path / "exported"), str), "proven, as any run's"
+    (tmp_path / "b" / "config.yaml").write_text("of a run\n")
+    ranks.run(train_and_save, 2, str(tmp_path / "b"), [-0.3], True)
+    assert (tmp_path / "b" / "config.yaml").read_text() == "of a run\n"
 
 
 def saved_twice_and_loaded(folder: str) -> tuple[bool, int]:
@@ -531,14 +551,20 @@ def test_a_load_waits_for_the_save_in_the_background(ranks: RankPool, tmp_path: 
     assert ranks.run(saved_twice_and_loaded, 2, str(tmp_path / "run")) == [(True, 2)] * 2
 
 
-def open_in(folder: str) -> None:
-    open_session([*SMALL, f"run_dir={folder}"])
+def open_in(folder: str, num_ranks: int = 1) -> str:
+    try:
+        open_session([*SMALL, f"mesh.dp_shard={num_ranks}", f"run_dir={folder}"])
+    except LaunchError as error:
+        return str(error)
+    return "opened"
 
 
 def test_a_run_directory_that_another_process_uses_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    with locked(tmp_path / "run"), pytest.raises(RankError, match=f"is in use by another run, process {os.getpid()}"):
-        ranks.run(open_in, 1, str(tmp_path / "run"))
-    ranks.run(open_in, 1, str(tmp_path / "run"))
+    with locked(tmp_path / "run"):
+        for number in (1, 2):
+            for said in ranks.run(open_in, number, str(tmp_path / "run"), number):
+                assert f"is in use by another run, process {os.getpid()}" in said
+    assert ranks.run(open_in, 1, str(tmp_path / "run")) == ["opened"]
     with pytest.raises(LaunchError, match="is in use by another run"), locked(tmp_path / "run"):
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import os
 import resource
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from automoe.checkpoint.folder import check_writable, promised_step
@@ -26,7 +28,7 @@ from automoe.storage.cache import open_entry
 from automoe.storage.files import checksum, explained, named, read_file, replace_durably, replace_file, write_durably
 from automoe.storage.foreign import read_bytes
 from automoe.storage.guarded import guarded
-from automoe.storage.sealed import read_json
+from automoe.storage.sealed import read_json, replace_json
 
 
 def reads_a_cache(path: Path) -> object:
@@ -199,6 +201,17 @@ def test_the_cache_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "entry" / "meta.json")
     with pytest.raises(DataError, match=r"meta\.json: cannot be read \(it is a FIFO, where a file belongs\)"):
         open_entry(tmp_path / "entry", lambda folder: {})
+
+
+def test_a_reference_of_an_earlier_version_belongs_to_the_same_data(tmp_path: Path) -> None:
+    """Facts that it did not name are no difference, and a reordered source of a later one is."""
+    table = base64.b64encode(np.zeros((1, 2)).tobytes()).decode()
+    now = {"data": {"a: files": 1, "data.sources": ["a", "b"]}, "weights": "crc32:0"}
+    path = tmp_path / "reference.json"
+    for saved, same in (({"a: files": 1}, True), ({"a: files": 1, "data.sources": ["b", "a"]}, False), ({}, False)):
+        replace_json(path, {"belongs": now | {"data": saved}, "log_probs": table})
+        found = _read(path, now, 1)
+        assert isinstance(found, np.ndarray) if same else found == "it belongs to other data"
 
 
 def test_without_proc_the_memory_of_a_child_is_not_limited(monkeypatch: pytest.MonkeyPatch) -> None:

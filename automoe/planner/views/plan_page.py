@@ -69,8 +69,10 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
     page = render(
         TEMPLATE_FILE,
         name=args.config_name,
-        command=" ".join(
-            ["automoe plan --config-name", args.config_name, *map(shlex.quote, args.overrides)]
+        command=shlex.join(
+            ["automoe", "plan", "--config-name", args.config_name]
+            + (["--config-dir", str(args.config_dir)] if args.config_dir else [])
+            + [*args.overrides]
         ),
         ranks=plan.mesh.world_size,
         gpu=config.cluster.gpu,

@@ -63,7 +63,7 @@ def plan_tables(config: Config, plan: Plan) -> list[Table]:
     """
     summary = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
     for row in _summary(config, plan):
-        summary.add_row(*row)
+        summary.add_row(*map(escape, row))  # a pattern has brackets
     pipelined = plan.mesh.pp > 1
     which = f"heaviest, pp rank {plan.heaviest.pp_rank}" if pipelined else "each"
     doubt = "" if plan.time.calibrated else ", uncalibrated (no cluster.gemm_curve)"
