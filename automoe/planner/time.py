@@ -109,8 +109,7 @@ class Stage:
 
     Attributes:
         passes: forward and backward pass.
-        states: numbers of hidden states from the previous stage, and to the next one.
-        sent: how many tensors of that size the stage sends for a micro-batch.
+        states, sent: numbers of hidden states from the previous stage and to the next one; of tensors that it sends.
         layers: number of layers.
         dense, experts: bytes that FSDP gathers of all weights but routed experts, and of routed experts.
         dense_trained, experts_trained: trained elements of all weights but routed experts, and of routed experts.
@@ -337,8 +336,7 @@ def _stages(place: Place) -> list[Stage]:
         before = states[1]
         key = (ends, states, *sorted(counts.items()))
         if key not in made:
-            # The first stage sends no gradients, the last one no hidden states.
-            sent = states[0] * (not ends[0]) + states[1] * (not ends[1])
+            sent = states[0] * (not ends[0]) + states[1] * (not ends[1])  # back, and on
             stage = made[key] = Stage(Passes(Pass(), Pass()), states, sent)
             for layer, number in counts.items():
                 add_layer(place, stage, layer, number, known[layer])
