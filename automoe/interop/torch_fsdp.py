@@ -36,9 +36,8 @@ def forget_pass(root: Any) -> None:
     if not states:  # before the first pass
         return
     groups = [group for each in states for group in parameter_groups(each)]
-    if hasattr(
-        state, "_reset_iter_state"
-    ):  # the root's public method imports torch._dynamo: seconds
+    # The root's public method, reset_iter_state, would import torch._dynamo for seconds.
+    if hasattr(state, "_reset_iter_state"):
         state._reset_iter_state()
     else:
         for holder in (*states, *groups):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -214,5 +215,7 @@ def test_weights_reach_a_child_process_and_leave_no_file(
             expected = {name: tensor for bucket in stream for name, tensor in bucket.items()}
             assert received.keys() == expected.keys()
             assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+        child = engine._process.pid
+        assert os.getsid(child) == child != os.getsid(0), "a scheduler's signal for the ranks' group is not for it"
         engine.close()
     assert replies.count("taken") > 4 and replies.count([]) == 2
