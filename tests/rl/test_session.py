@@ -331,7 +331,8 @@ def scored_by_stages(run_dir: str) -> tuple[set[bool], int]:
 
     with patch.object(CausalLM, "forward", forward):
         session.log_probs(batch_of())
-    return modes, sum(len(stage.fwd_cache) for stage in session._runner.stages)
+    caches = "fwd_cache", "_forward_chunk_states"  # to torch 2.14, and from 2.15 on
+    return modes, sum(len(getattr(stage, name, ())) for stage in session._runner.stages for name in caches)
 
 
 def test_stages_that_score_keep_nothing(ranks: RankPool, tmp_path: Path) -> None:
