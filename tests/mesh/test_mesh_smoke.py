@@ -24,11 +24,11 @@ from mesh_mappings import (
     ZBV,
 )  # fmt: skip
 
-from automoe.interop import torch_pipelining, torch_private
+from automoe.interop import torch_fsdp, torch_pipelining, torch_private
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 
-MODULES = (torch_private, torch_pipelining)
+MODULES = (torch_fsdp, torch_private, torch_pipelining)
 NAMES = {module.__name__ for module in MODULES}
 PIPELINE = dict(pp=2, dp_shard=2, ep=2)
 CASES = [
@@ -50,7 +50,7 @@ ELSEWHERE = {
     "process_groups", "group_members", "flight_records", "replace_gloo", "fake_store", "use_ring_attention",
     "cached_functions", "forget_meshes", "state_dict_stager", "cache_plans_under", "forget_cached_plans",
     "unshard_every_stage_once", "foreach_norm", "is_strided_shard", "stored_tensor",
-    "reshard",
+    "forget_pass",
 }  # fmt: skip
 reached: set[str] = set()
 
