@@ -272,6 +272,9 @@ class TransformersPart(nn.Module):
     def moe_layers(self) -> Iterator[tuple[int, nn.Module]]:
         return iter(())  # none that counts its load
 
+    def zero_counters(self) -> None:
+        """There are none."""
+
     def forward(self, *, batch: MicroBatch) -> torch.Tensor:
         labels, num_labels = batch.labels, batch.known_counts().trained
         out = self.model(input_ids=batch.tokens, labels=labels, shift_labels=labels, num_items_in_batch=num_labels)
