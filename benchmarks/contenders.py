@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from automoe.comm.tokens import IGNORE
+from automoe.comm.tokens import IGNORE, MicroBatch
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -284,7 +284,7 @@ def decoder_contender(config: ModelConfig, folder: str) -> Contender:
     load_hf(model, folder)
 
     def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return model(tokens, labels=labels)[0]
+        return model(batch=MicroBatch(tokens, labels)).sum()
 
     return Contender(model, build_optimizer([model], OPTIM), loss)
 

@@ -261,12 +261,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Bars of both passes' TFLOPS: a group a layer, balanced routing, the dense ceiling as a line."""
     import matplotlib
 
-    from automoe.observe.plot_style import CELLS, INK, MUTED, PALE_BLUE, RC, new_figure, save
+    from automoe.observe.plot_style import CELLS, INK, MUTED, RC, new_figure, save
 
     layers = report["layers"]
     with matplotlib.rc_context(RC):
         figure, (axis,) = new_figure(11, 4.8)
-        colours = zip(PEERS, [*CELLS, PALE_BLUE, MUTED], strict=True)
+        colours = zip(PEERS, [*CELLS, MUTED], strict=True)
         timed = [
             pair for pair in colours if any("tflops" in layer["balanced"].get(pair[0], {}) for layer in layers.values())
         ]
