@@ -65,7 +65,7 @@ smoke-floor: ## The same with the oldest supported versions on Python 3.12, in a
 smoke-latest: ## The same with the newest released versions on Python 3.13, installed anew every week; has the table of classes all of them?
 smoke-floor smoke-latest: smoke-%:
 	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
-	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_pipelining.py tests/interop/test_torch_parts.py tests/mesh/test_mesh_smoke.py tests/parallel/test_gradient_dtypes.py::test_gradients_are_added_up_in_float32 tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(if $(filter latest,$*),$(NEWEST_PACKAGES)) $(ARGS) \
+	PYTHONDONTWRITEBYTECODE= PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu and not gpus' tests/interop/test_torch_private.py tests/interop/test_torch_fsdp.py tests/interop/test_torch_pipelining.py tests/interop/test_torch_parts.py tests/mesh/test_mesh_smoke.py tests/parallel/test_gradient_dtypes.py::test_gradients_are_added_up_in_float32 tests/parallel/test_compile.py::test_every_release_of_torch_traces_attention_whole tests/smoke $(if $(filter latest,$*),$(NEWEST_PACKAGES)) $(ARGS) \
 	$(if $(filter latest,$*),&& PYTHONPATH=. "$$python" benchmarks/class_tier.py --check)
 
 resolve: $(SETUP) ## Do the pins resolve on PyPI alone, for every Python? pip tries and installs nothing; 0.1 GB for each

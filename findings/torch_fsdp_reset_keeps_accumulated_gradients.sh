@@ -11,7 +11,7 @@
 # consequence: A loop that catches an error (memory, a loss of its own) and tries again trains on gradients that it
 #   believes dropped, without a word.
 # automoe: drops them when a pass fails, on torch 2.11 to 2.15
-#   (tests/interop/test_torch_private.py::test_gradients_of_a_pass_that_failed_are_forgotten).
+#   (tests/interop/test_torch_fsdp.py::test_gradients_of_a_pass_that_failed_are_forgotten).
 set -euo pipefail
 
 folder=$(mktemp -d)

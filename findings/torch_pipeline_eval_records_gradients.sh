@@ -10,7 +10,7 @@
 #   in eval() under no_grad: 0 of 8 recorded, 8 outputs kept
 # consequence: A run that trains runs out of memory at its first validation, the later the more micro-batches it has.
 # automoe: evaluates stages under no_grad and clears what they keep
-#   (tests/rl/test_session.py::test_stages_that_score_keep_nothing).
+#   (tests/rl/test_session_errors.py::test_stages_that_score_keep_nothing).
 set -euo pipefail
 
 folder=$(mktemp -d)

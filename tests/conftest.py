@@ -28,8 +28,9 @@ LONGEST = """
     class_tier_kills remedies_carried_out tries disk_table_commands kills finetune damaged_files checkpoint_kills
     mesh_ties signals tune_kernels full_disk_run soak moe_layer main_job grpo mesh_float64 class_tier local_launch
     plan weights mesh_replay resume generate compose adapter_start plain_loop verify search hf_meshes pretrain_command
-    session mesh_suite_can_fail checkpoint_damage session_calls external_launch foreign_files published_classes
-    hf_walk eval bounds unasked_code routing_meshes lora_export measured_memory vocabulary hf_registry trackers report
+    session session_errors mesh_suite_can_fail checkpoint_damage session_calls external_launch foreign_files
+    published_classes hf_walk eval bounds unasked_code routing_meshes lora_export measured_memory vocabulary
+    hf_registry trackers report
     tinker fp8_training mesh_sessions skipped_streak hf_export activations upcycle export versions convert prepare
     torch_private mesh_draws requirements params_table pretrain_steps documented_commands experts hf_quantized
     counting served jobs gradient_dtypes expert_parallel rope_kernels fake_world hub_id pages recompute train_step

@@ -195,7 +195,7 @@ def start_over(folder: Path, begins: Sequence[str | None]) -> None:
 
     Args:
         folder: checkpoint folder of the run.
-        begins: checkpoint and adapter that the next start reads; an export that is one of them stays.
+        begins: folders that the next start reads; an export that is one of them stays.
     """
     if folder.exists() and any(folder.iterdir()):
         set_aside(folder, FOLDER)

@@ -26,12 +26,12 @@ from automoe.data.prepare import Split, pack, prepare_data
 from automoe.errors import ConfigError, DataError
 
 # Endings of a fingerprint's keys that checkpoints of earlier versions do not have.
-SINCE_0_27 = ("data.sources", "conversations")
+_SINCE_0_27 = ("data.sources", "conversations")
 
 
 def completed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fingerprint ``saved`` with those keys of ``now`` that earlier versions did not save."""
-    return {key: value for key, value in now.items() if key.endswith(SINCE_0_27)} | dict(saved)
+    return {key: value for key, value in now.items() if key.endswith(_SINCE_0_27)} | dict(saved)
 
 
 class Loader:

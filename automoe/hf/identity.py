@@ -38,13 +38,12 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
     return folder
 
 
-def complete(config: Config, weights: bool = True) -> None:
+def complete(config: Config) -> None:
     """Download the files of a run's Hub checkpoint and tokenizer that this machine's cache lacks.
 
     Args:
         config: configuration whose ``model.hf_path`` and ``data.tokenizer`` may be Hub ids; other
-            values are ignored.
-        weights: False to leave out the weights of ``model.hf_path``.
+            values are ignored. With ``model.random_weights`` no weights are needed.
 
     Raises:
         ConfigError: a Hub id cannot be downloaded.
@@ -53,7 +52,7 @@ def complete(config: Config, weights: bool = True) -> None:
     for key, spec in specs.items():
         if spec is not None and id_and_commit(spec) is not None:
             pinned(key, spec)
-            if weights and spec == config.model.hf_path and not config.model.random_weights:
+            if spec == config.model.hf_path and not config.model.random_weights:
                 checkpoint_folder(spec)
 
 

@@ -221,7 +221,6 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         message = _said_by_rank_0(store)
         store.add(f"{_KEY}/read", 1)
         return 2 if message["config"] is None else _run_as_rank(message, launch, store)
-    store = None
     with ExitStack() as held:
         try:
             if args.multirun:
@@ -241,31 +240,27 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
                 say(note)
-            if config.train.epochs:
+        except (AutomoeError, OSError) as error:
+            return _refuse(error, launch)
+        try:
+            store = _open_store(launch)
+        except LaunchError as error:
+            runs.start_run(run_dir)
+            runs.record_failure(run_dir, runs.error_report(error, launch.rank))
+            raise
+        try:
+            if config.train.epochs:  # the others wait meanwhile
                 from automoe.data.prepare import with_steps
 
-                store = _met(launch, run_dir)  # where the others wait while data is tokenised
                 frozen = with_steps(frozen)
             runs.start_run(run_dir)
             save_config(frozen, run_dir)
-        except _NotMet as error:
-            raise LaunchError(str(error)) from None
         except (AutomoeError, OSError) as error:
-            # The error is printed first, because telling the other ranks imports torch.
-            say(f"error: {in_words(error)}")
-            store = store or _open_store(launch)
-            store.set(_KEY, json.dumps({"config": None}))
-            # Wait until all ranks have read the message.
-            deadline = time.monotonic() + _RENDEZVOUS_S
-            others = launch.world_size - 1
-            while store.add(f"{_KEY}/read", 0) < others and time.monotonic() < deadline:
-                time.sleep(0.1)
-            return 2
+            return _refuse(error, launch, store)
         text = dump_config(frozen)
         named = named_variables(text).intersection(os.environ)
         environment = {name: os.environ[name] for name in named}
         message = {"run_dir": str(run_dir), "config": text, "environment": environment}
-        store = store or _met(launch, run_dir)
         store.set(_KEY, json.dumps(message))
         code = _run_as_rank(message, launch, store, run_dir_lost=run_dir_lost)
         if config.observe.report:  # a rank that fails has written the report and left before this
@@ -335,18 +330,22 @@ def _run_as_rank(
     )
 
 
-class _NotMet(LaunchError):
-    """Error of a rank 0 that the other ranks do not meet, so that it has nobody to tell."""
+def _refuse(error: Exception, launch: ExternalLaunch, store: Store | None = None) -> int:
+    """Print why the run cannot start, tell the other ranks that it does not, and return 2.
 
-
-def _met(launch: ExternalLaunch, run_dir: Path) -> Store:
-    """Return ``_open_store(launch)``; record in ``run_dir`` if the ranks cannot meet."""
-    try:
-        return _open_store(launch)
-    except LaunchError as error:
-        runs.start_run(run_dir)
-        runs.record_failure(run_dir, runs.error_report(error, launch.rank))
-        raise _NotMet(str(error)) from None
+    Args:
+        store: where the ranks meet, if it is open.
+    """
+    # Printed first, because telling the others imports torch.
+    say(f"error: {in_words(error)}")
+    store = store or _open_store(launch)
+    store.set(_KEY, json.dumps({"config": None}))
+    # Wait until all ranks have read the message.
+    deadline = time.monotonic() + _RENDEZVOUS_S
+    others = launch.world_size - 1
+    while store.add(f"{_KEY}/read", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return 2
 
 
 def _said_by_rank_0(store: Store) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def question_of(words: dict[str, str], config_dir: str | None = None) -> Questio
     if not asks:
         return None
     folder = user_path("out", words.get("out") or config_dir or "plans")
-    if config_dir and kind and folder != user_path("--config-dir", config_dir):
+    if config_dir and kind and folder.resolve() != user_path("--config-dir", config_dir).resolve():
         rule = "a command reads one folder of configurations, and this one is not --config-dir"
         raise ConfigError("out", words["out"], rule, "Leave it out")
     return Question(kind or CALIBRATE, int(number) if number else None, folder)

@@ -15,12 +15,8 @@ from automoe.errors import DataError
 from automoe.interop import torch_pipelining
 from automoe.verify.pool import RankPool
 
+pytestmark = pytest.mark.usefixtures("release")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=[f"torch-{torch.__version__}"], autouse=True)
-def release(request: pytest.FixtureRequest) -> None:
-    """Put the release into the name of every test."""
 
 
 def test_interleaved_schedules_start_sends_one_by_one() -> None:
